@@ -1,0 +1,30 @@
+"""The portable record of a running request: everything that moves a request moves this."""
+
+import msgspec
+
+from kilat.wire.sampling import SamplingParams
+
+SESSION_VERSION = 1
+
+
+class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that a running request is. Every other state (stop, penalties, grammar, detokenizer) is a function of it.
+
+    ``prompt_ids`` and ``output_ids`` are token ids; sample ``branch`` of ``params.n``. ``sampling.seed`` is always set. ``epoch`` grows
+    each time the session changes hands. ``arrival_s`` is the gateway's clock and only orders waiting sessions of one worker.
+    ``page_hashes`` name the full KV pages of ``prompt_ids + output_ids``, oldest first; the receiver uses those it holds and
+    recomputes the rest.
+    """
+
+    session_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    output_ids: list[int] = []
+    branch: int = 0
+    epoch: int = 0
+    tenant: str = ""
+    salt: str = ""
+    priority: int = 0
+    arrival_s: float = 0.0
+    page_hashes: list[bytes] = []
+    version: int = SESSION_VERSION
