@@ -1,0 +1,57 @@
+"""Kernels: the set of ops that a process uses, chosen once at start and passed as an argument."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kilat.ops import attention, linear, rms_norm, rope_write, silu_mul
+from kilat.ops.batch import StepBatch
+from kilat.ops.linear import LinearWeight
+from kilat.ops.rope_write import Heads, QkNorm
+
+
+class RopeWrite(Protocol):
+    def __call__(
+        self, qkv: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch, heads: Heads, norm: QkNorm | None = None
+    ) -> Tensor: ...
+
+
+class Attention(Protocol):
+    def __call__(self, q: Tensor, kv: Tensor, batch: StepBatch, *, scale: float, window: int = 0) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """One implementation of every op; each field's contract is the docstring of the function of the same name in ``ops/``.
+
+    ``name`` is what ``kilat doctor`` prints, ``why`` the reason this set was taken. ``batch_invariant`` is a promise of all of them.
+    """
+
+    name: str
+    why: str
+    batch_invariant: bool
+    pack_linear: Callable[[Tensor, Tensor | None], LinearWeight]
+    linear: Callable[[Tensor, LinearWeight], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rope_write: RopeWrite
+    attention: Attention
+    silu_mul: Callable[[Tensor], Tensor]
+
+
+def reference(why: str = "asked for") -> Kernels:
+    """The torch reference set: runs on any device, batch-invariant, slow."""
+    return Kernels(
+        name="torch-reference",
+        why=why,
+        batch_invariant=True,
+        pack_linear=linear.pack_linear,
+        linear=linear.linear,
+        rms_norm=rms_norm.rms_norm,
+        add_rms_norm=rms_norm.add_rms_norm,
+        rope_write=rope_write.rope_write,
+        attention=attention.attention,
+        silu_mul=silu_mul.silu_mul,
+    )
