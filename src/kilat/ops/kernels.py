@@ -14,12 +14,20 @@ from kilat.ops.rope_write import Heads, QkNorm
 
 class RopeWrite(Protocol):
     def __call__(
-        self, qkv: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch, heads: Heads, norm: QkNorm | None = None
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        batch: StepBatch,
+        heads: Heads,
+        norm: QkNorm | None = None,
     ) -> Tensor: ...
 
 
 class Attention(Protocol):
-    def __call__(self, q: Tensor, kv: Tensor, batch: StepBatch, *, scale: float, window: int = 0) -> Tensor: ...
+    def __call__(
+        self, q: Tensor, kv: Tensor, batch: StepBatch, *, scale: float, window: int = 0
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,9 @@ class Mesh:
     def share(self, n: int, what: str) -> int:
         """``n`` units divided over the ranks; raises ConfigError when it does not divide."""
         if n % self.tp_size:
-            raise ConfigError(f"{what} is {n}, which {self.tp_size} tensor-parallel ranks do not divide; use a divisor of {n}")
+            raise ConfigError(
+                f"{what} is {n}, which {self.tp_size} tensor-parallel ranks do not divide; use a divisor of {n}"
+            )
         return n // self.tp_size
 
     def slice(self, n: int, what: str) -> slice:

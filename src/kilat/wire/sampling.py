@@ -115,10 +115,14 @@ def _check_stops(params: SamplingParams, vocab_size: int) -> None:
 
 def _check_bias(params: SamplingParams, vocab_size: int) -> None:
     if len(params.logit_bias) > MAX_LOGIT_BIAS:
-        raise LimitError(f"{len(params.logit_bias)} logit_bias entries, at most {MAX_LOGIT_BIAS}", param="logit_bias")
+        raise LimitError(
+            f"{len(params.logit_bias)} logit_bias entries, at most {MAX_LOGIT_BIAS}", param="logit_bias"
+        )
     for i, b in params.logit_bias.items():
         if not 0 <= i < vocab_size:
-            raise LimitError(f"logit_bias names token id {i}, allowed 0 to {vocab_size - 1}", param="logit_bias")
+            raise LimitError(
+                f"logit_bias names token id {i}, allowed 0 to {vocab_size - 1}", param="logit_bias"
+            )
         if not math.isfinite(b) or not -100.0 <= b <= 100.0:
             raise LimitError(f"logit_bias of token id {i} is {b}, allowed -100 to 100", param="logit_bias")
 
@@ -127,7 +131,8 @@ def _check_grammar(grammar: Grammar) -> None:
     limit = MAX_REGEX_BYTES if grammar.kind == "regex" else MAX_GRAMMAR_BYTES
     if grammar.kind not in ("json_schema", "json_object", "regex", "choice", "ebnf"):
         raise RequestError(
-            f"grammar kind {grammar.kind!r} is unknown; use json_schema, json_object, regex, choice or ebnf", param="grammar"
+            f"grammar kind {grammar.kind!r} is unknown; use json_schema, json_object, regex, choice or ebnf",
+            param="grammar",
         )
     size = len(grammar.text.encode("utf-8", "surrogatepass"))
     if size > limit:

@@ -1,0 +1,50 @@
+"""Grouped-query attention over paged KV: fused QKV product, norm and rotation with the page write, attention, output product."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kilat.nn.build import Build
+from kilat.nn.linear import RowParallel, column_parallel
+from kilat.ops.batch import StepBatch
+from kilat.ops.rope_write import Heads, QkNorm
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Shape of the layer over the whole mesh. ``window`` 0 means full attention; ``qk_norm_eps`` None means no head norms."""
+
+    hidden: int
+    n_q: int
+    n_kv: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    window: int = 0
+    qk_norm_eps: float | None = None
+
+
+class Attention:
+    """x [T, hidden] -> [T, hidden]; writes this layer's K and V of the step's tokens into ``kv`` [pages, 2, page_tokens, Hkv, D]."""
+
+    def __init__(self, build: Build, name: str, config: AttentionConfig) -> None:
+        c = config
+        q_out, kv_out = c.n_q * c.head_dim, c.n_kv * c.head_dim
+        parts = [(f"{name}.q_proj", q_out), (f"{name}.k_proj", kv_out), (f"{name}.v_proj", kv_out)]
+        self.qkv = column_parallel(build, parts, c.hidden, bias=c.qkv_bias)
+        self.out = RowParallel(build, f"{name}.o_proj", c.hidden, q_out, bias=c.out_bias)
+        self.heads = Heads(
+            build.mesh.share(c.n_q, "query heads"), build.mesh.share(c.n_kv, "key/value heads"), c.head_dim
+        )
+        self.norm: QkNorm | None = None
+        if c.qk_norm_eps is not None:
+            q = build.take(f"{name}.q_norm.weight", (c.head_dim,))
+            k = build.take(f"{name}.k_norm.weight", (c.head_dim,))
+            self.norm = QkNorm(q, k, c.qk_norm_eps)
+        self.window, self.scale, self.kernels = c.window, c.head_dim**-0.5, build.kernels
+
+    def __call__(self, x: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch) -> Tensor:
+        qkv = self.kernels.linear(x, self.qkv)
+        q = self.kernels.rope_write(qkv, cos_sin, kv, batch, self.heads, self.norm)
+        y = self.kernels.attention(q, kv, batch, scale=self.scale, window=self.window)
+        return self.out(y)

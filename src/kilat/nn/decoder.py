@@ -1,0 +1,76 @@
+"""The pre-norm decoder that Llama, Mistral and Qwen share: embedding, layers of attention and gated MLP, final norm, output head."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kilat.nn.attention import Attention, AttentionConfig
+from kilat.nn.build import Build
+from kilat.nn.mlp import GatedMlp
+from kilat.nn.rotary import Rope, cos_sin_table
+from kilat.ops.batch import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Everything that decides the math of a decoder. ``attention`` has one entry per layer."""
+
+    vocab_size: int
+    hidden: int
+    inner: int
+    norm_eps: float
+    rope: Rope
+    attention: Sequence[AttentionConfig]
+    mlp_bias: bool
+    tied: bool
+    max_positions: int
+
+
+class DecoderLayer:
+    """One layer under checkpoint prefix ``name``; works on (x, residual) so that every add is fused with the norm after it."""
+
+    def __init__(self, build: Build, name: str, config: DecoderConfig, attention: AttentionConfig) -> None:
+        self.attention = Attention(build, f"{name}.self_attn", attention)
+        self.mlp = GatedMlp(build, f"{name}.mlp", config.hidden, config.inner, bias=config.mlp_bias)
+        self.norm_in = build.take(f"{name}.input_layernorm.weight", (config.hidden,))
+        self.norm_mid = build.take(f"{name}.post_attention_layernorm.weight", (config.hidden,))
+        self.eps, self.kernels = config.norm_eps, build.kernels
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, kv: Tensor, batch: StepBatch
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual [T, hidden] -> the same pair; the layer's input is x + residual (residual None: x alone)."""
+        if residual is None:
+            x, residual = self.kernels.rms_norm(x, self.norm_in, self.eps), x
+        else:
+            x, residual = self.kernels.add_rms_norm(x, residual, self.norm_in, self.eps)
+        x = self.attention(x, cos_sin, kv, batch)
+        x, residual = self.kernels.add_rms_norm(x, residual, self.norm_mid, self.eps)
+        return self.mlp(x), residual
+
+
+class Decoder:
+    """A whole model. ``kv`` is the pool [pages, layers, 2, page_tokens, Hkv, D]; its pages of the step's rows are written."""
+
+    def __init__(self, build: Build, config: DecoderConfig, max_model_len: int) -> None:
+        c = self.config = config
+        table = (c.vocab_size, c.hidden)
+        self.embedding = build.take("model.embed_tokens.weight", table)
+        self.layers = [DecoderLayer(build, f"model.layers.{i}", c, a) for i, a in enumerate(c.attention)]
+        self.norm = build.take("model.norm.weight", (c.hidden,))
+        head = self.embedding if c.tied else build.take("lm_head.weight", table)
+        self.head = build.kernels.pack_linear(head, None)
+        self.cos_sin = cos_sin_table(c.rope, max_model_len, build.device)
+        self.kernels = build.kernels
+
+    def __call__(self, batch: StepBatch, kv: Tensor) -> Tensor:
+        """Logits [S, vocab] of the tokens at ``batch.logits_at``, in the model's dtype."""
+        x = self.embedding[batch.token_ids]
+        residual = None
+        for i, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, self.cos_sin, kv[:, i], batch)
+        assert residual is not None
+        at = batch.logits_at
+        x, _ = self.kernels.add_rms_norm(x[at], residual[at], self.norm, self.config.norm_eps)
+        return self.kernels.linear(x, self.head)

@@ -1,0 +1,19 @@
+"""Gated MLP: down(silu(gate(x)) * up(x))."""
+
+from torch import Tensor
+
+from kilat.nn.build import Build
+from kilat.nn.linear import RowParallel, column_parallel
+
+
+class GatedMlp:
+    """x [T, hidden] -> [T, hidden]; gate and up are one fused product."""
+
+    def __init__(self, build: Build, name: str, hidden: int, inner: int, *, bias: bool) -> None:
+        parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
+        self.gate_up = column_parallel(build, parts, hidden, bias=bias)
+        self.down = RowParallel(build, f"{name}.down_proj", hidden, inner, bias=bias)
+        self.kernels = build.kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.kernels.silu_mul(self.kernels.linear(x, self.gate_up)))

@@ -1,0 +1,80 @@
+"""Tiny random transformers models of each architecture, and their state dict as a WeightSource. Used by parity tests."""
+
+import torch
+import transformers as hf
+
+from kilat.models.registry import read_config
+from kilat.nn.build import Build
+from kilat.nn.decoder import Decoder
+from kilat.ops.kernels import Kernels
+from kilat.parallel.mesh import Mesh
+
+SHAPE = dict(
+    vocab_size=199,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
+LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
+
+
+def configs() -> dict:
+    """Name -> transformers config; between them they use every branch of the model files."""
+    return {
+        "llama": hf.LlamaConfig(**SHAPE),
+        "llama-tied-bias": hf.LlamaConfig(**SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=16),
+        "llama3-rope": hf.LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+        "llama-yarn": hf.LlamaConfig(**SHAPE, rope_parameters=YARN),
+        "llama-linear": hf.LlamaConfig(**SHAPE, rope_parameters=LINEAR),
+        "mistral": hf.MistralConfig(**SHAPE, sliding_window=None),
+        "mistral-window": hf.MistralConfig(**SHAPE, sliding_window=20),
+        "qwen2": hf.Qwen2Config(**SHAPE),
+        "qwen2-window": hf.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=20, max_window_layers=1),
+        "qwen3": hf.Qwen3Config(**SHAPE, head_dim=24),
+        "qwen3-bias": hf.Qwen3Config(**SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=True),
+    }
+
+
+def transformers_model(name: str, seed: int = 0):
+    """A transformers model with random weights, including biases and norms, which transformers starts at 0 and 1."""
+    torch.manual_seed(seed)
+    config = configs()[name]
+    config._attn_implementation = "eager"
+    model = hf.AutoModelForCausalLM.from_config(config).eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.15 + (1.0 if parameter.dim() == 1 else 0.0))
+    return model
+
+
+class StateDict:
+    """A state dict as a WeightSource."""
+
+    def __init__(self, model) -> None:
+        self.tensors = dict(model.state_dict())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {k: tuple(v.shape) for k, v in self.tensors.items()}
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return self.tensors[name].to(dtype).clone()
+
+
+def kilat_model(model, kernels: Kernels, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The same model, built by kilat from the transformers config and weights."""
+    build = Build(StateDict(model), Mesh(), kernels, dtype, torch.device("cpu"), lambda name, n_bytes: None)
+    return Decoder(build, read_config(model.config.to_dict()), model.config.max_position_embeddings)
+
+
+def pool(model: Decoder, n_pages: int, page_tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A KV pool filled with NaN, so that reading a slot nobody wrote shows."""
+    a = model.config.attention[0]
+    shape = (n_pages, len(model.layers), 2, page_tokens, a.n_kv, a.head_dim)
+    return torch.full(shape, float("nan"), dtype=dtype)
