@@ -1,0 +1,24 @@
+"""What every test gets: one marker that says what it needs, cheap tests first, and no deadline for hypothesis on a shared machine."""
+
+import pytest
+from hypothesis import settings
+
+NEEDS = ("logic", "cpu", "gpu", "multi_gpu", "cluster", "browser", "e2e")
+
+settings.register_profile("kilat", deadline=None, print_blob=True)
+settings.register_profile("kilat-ci", parent=settings.get_profile("ci"), deadline=None)
+settings.load_profile("kilat-ci" if settings.get_current_profile_name() == "ci" else "kilat")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order by need, so that a broken rule shows in seconds; a test with no marker, or with two, is an error."""
+    rank = {}
+    for item in items:
+        needs = [n for n in NEEDS if item.get_closest_marker(n)]
+        if len(needs) != 1:
+            raise pytest.UsageError(
+                f"{item.nodeid} has the markers {needs}, wanted exactly one of {', '.join(NEEDS)}"
+            )
+        rank[item] = NEEDS.index(needs[0])
+    items.sort(key=rank.__getitem__)
