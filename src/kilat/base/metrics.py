@@ -1,0 +1,24 @@
+"""Names of all metrics, one constant per line, as Prometheus shows them. A room adds its names here and nowhere else.
+
+``_total`` names are counters (they only grow), the others are gauges (of now). Units are in the name where there is one.
+"""
+
+# policy/sched: counters. A sample of an n > 1 request is a session of its own.
+SESSIONS_SUBMITTED = "kilat_sessions_submitted_total"
+FINISHED_STOP = "kilat_sessions_finished_stop_total"
+FINISHED_LENGTH = "kilat_sessions_finished_length_total"
+FINISHED_ABORT = "kilat_sessions_finished_abort_total"
+FINISHED_ERROR = "kilat_sessions_finished_error_total"
+PROMPT_TOKENS = "kilat_prompt_tokens_total"
+OUTPUT_TOKENS = "kilat_output_tokens_total"
+PREFIX_QUERIED_TOKENS = "kilat_prefix_queried_tokens_total"
+PREFIX_HIT_TOKENS = "kilat_prefix_hit_tokens_total"
+PREEMPTIONS = "kilat_preemptions_total"
+WASTED_TOKENS = "kilat_wasted_tokens_total"
+
+# policy/sched: gauges
+SESSIONS_RUNNING = "kilat_sessions_running"
+SESSIONS_WAITING = "kilat_sessions_waiting"
+PAGES_FREE = "kilat_pages_free"
+PAGES_USED = "kilat_pages_used"
+PAGES_CACHED = "kilat_pages_cached"
