@@ -17,6 +17,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP) ## install kilat and its tools into .venv (again only when pyproject.toml or constraints.txt changed)
+	@:
 
 $(STAMP): pyproject.toml constraints.txt
 	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)"

@@ -18,6 +18,6 @@ fi
 echo "setup: [2/2] packages at the versions in constraints.txt (torch is the large one; some minutes the first time)"
 pip="$venv/bin/python -m pip --disable-pip-version-check"
 # setuptools first and no isolated build, so that the build too uses the pinned version
-$pip install --quiet -c constraints.txt setuptools
-$pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+$pip install -qq -c constraints.txt setuptools
+$pip install -qq -c constraints.txt --no-build-isolation -e '.[dev]'
 echo "setup: done, $("$venv/bin/python" -m pip list --format=freeze --disable-pip-version-check | wc -l) packages"
