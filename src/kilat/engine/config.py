@@ -1,0 +1,68 @@
+"""Settings of one engine."""
+
+from dataclasses import dataclass
+
+from kilat.base.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16")
+KERNELS = ("auto", "reference", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine is built from; values of None are derived at start from the model and the machine.
+
+    model_path      a Hugging Face directory or a .gguf file; ``model_kind`` is "hf" or "gguf"
+    model_id        the name clients use
+    dtype           of weights, activations and KV: auto is bfloat16 where the machine computes in it, else float32
+    max_model_len   tokens of one session, prompt and output; None: what the model allows and memory holds
+    max_num_seqs    sessions running at once
+    max_step_tokens tokens of one forward pass over all rows
+    kv_cache_bytes  memory of the page pool; None: a share of what is free, at most what the sessions can use
+    page_tokens     tokens of a KV page
+    threads         CPU threads; None: the cores this process may use
+    kernels         auto, reference (torch, slow, any machine) or cpu (native; an error where it cannot be built)
+    max_waiting     sessions that may queue before new ones are refused
+    depth           steps in flight: 2 plans a step while the one before runs (pays where host and device are different chips)
+    target_step_s   a step's prefill share is what this leaves; None: the token budget alone decides
+    """
+
+    model_path: str
+    model_kind: str
+    model_id: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_step_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    page_tokens: int = 16
+    prefix_cache: bool = True
+    seed: int = 0
+    threads: int | None = None
+    kernels: str = "auto"
+    max_waiting: int = 1024
+    depth: int = 1
+    target_step_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("kernels", self.kernels, KERNELS)
+        _one_of("model_kind", self.model_kind, ("hf", "gguf"))
+        _between("max_num_seqs", self.max_num_seqs, 1, 4096)
+        _between("page_tokens", self.page_tokens, 1, 1024)
+        _between("depth", self.depth, 1, 2)
+        _between("max_waiting", self.max_waiting, 0, 1_000_000)
+        for name in ("max_model_len", "max_step_tokens", "kv_cache_bytes", "threads"):
+            value = getattr(self, name)
+            if value is not None:
+                _between(name, value, 1, 1 << 50)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; use one of {', '.join(allowed)}")
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value:,}, allowed {low:,} to {high:,}")

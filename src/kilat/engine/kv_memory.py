@@ -1,0 +1,61 @@
+"""The page pool's memory and the ledger of who holds how many bytes."""
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from kilat.base.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape of a page: [layers, 2, page_tokens, kv_heads, head_dim] of ``dtype``, contiguous, so one span moves it."""
+
+    layers: int
+    page_tokens: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layers * 2 * self.page_tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def choose_pages(layout: KvLayout, *, asked_bytes: int | None, sessions: int, max_model_len: int) -> int:
+    """Pages of the pool: ``asked_bytes`` worth of them, or else a third of the free memory, never more than the sessions could use.
+
+    Raises ConfigError when one session of ``max_model_len`` tokens would not fit into what was asked for.
+    """
+    per_session = -(-max_model_len // layout.page_tokens)
+    if asked_bytes is not None:
+        pages = asked_bytes // layout.page_bytes
+        if pages < per_session:
+            need = per_session * layout.page_bytes
+            raise ConfigError(
+                f"the KV cache of {asked_bytes:,} bytes holds {pages * layout.page_tokens:,} tokens, one session may have "
+                f"{max_model_len:,}: give it {need:,} bytes or lower the maximum model length"
+            )
+        return pages
+    free = psutil.virtual_memory().available // 3
+    return max(per_session, min(free // layout.page_bytes, sessions * per_session))
+
+
+def allocate_pool(layout: KvLayout, n_pages: int, device: torch.device) -> torch.Tensor:
+    """[pages, layers, 2, page_tokens, kv_heads, head_dim]; zeroed lazily by the system, so pages that are never used cost nothing."""
+    shape = (n_pages, layout.layers, 2, layout.page_tokens, layout.kv_heads, layout.head_dim)
+    return torch.zeros(shape, dtype=layout.dtype, device=device)
+
+
+class Ledger:
+    """Bytes by owner: weights, pages, tables, workspace ... Written while an engine is built, read by ``Hello`` and ``kilat doctor``."""
+
+    def __init__(self) -> None:
+        self.owners: dict[str, int] = {}
+
+    def add(self, owner: str, n_bytes: int) -> None:
+        self.owners[owner] = self.owners.get(owner, 0) + n_bytes
+
+    def total(self) -> int:
+        return sum(self.owners.values())

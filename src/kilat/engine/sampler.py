@@ -1,0 +1,163 @@
+"""From logits to the ids of a step: penalties, biases, grammars, the draw, log-probabilities.
+
+A session's sampler state is a function of its tokens: :meth:`Sampler.admit` builds it from them, so nothing has to be saved or moved.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kilat.engine.grammar import Matcher
+from kilat.ops.sample import Filter, greedy, sample_row, top_logprobs
+from kilat.policy.sched.plan import Admitted, Row, StepResult
+from kilat.wire.messages import TokenLogprob
+from kilat.wire.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class SamplerState:
+    """What the sampler knows of one session.
+
+    ``seen`` (distinct prompt tokens) and ``counts`` (of output tokens) are kept for penalties only, ``prompt_ids`` for prompt
+    log-probabilities only. ``banned`` are the ids that may not come before ``min_tokens``. ``plain``: nothing touches its logits.
+    """
+
+    params: SamplingParams
+    seed: int
+    n_output: int
+    banned: Tensor | None
+    matcher: Matcher | None
+    plain: bool
+    penalised: bool
+    prompt_ids: list[int]
+    seen: frozenset[int] = frozenset()
+    counts: Counter[int] = field(default_factory=Counter)
+
+
+class Sampler:
+    """Owns the sampler state of all running sessions. One thread."""
+
+    def __init__(self, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_ids = eos_ids
+        self.states: dict[str, SamplerState] = {}
+
+    def admit(self, admitted: Admitted, matcher: Matcher | None) -> None:
+        """Build a session's state. ``matcher`` stands at the start of its grammar and is moved over the output so far."""
+        p = admitted.params
+        output = admitted.token_ids[admitted.n_prompt :]
+        penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+        banned = sorted(set(p.stop_token_ids) | set(self.eos_ids)) if p.min_tokens > 0 else []
+        if matcher is not None and output:
+            matcher.advance(output)
+        self.states[admitted.session_id] = SamplerState(
+            params=p,
+            seed=admitted.seed,
+            n_output=len(output),
+            banned=torch.tensor(banned) if banned else None,
+            matcher=matcher,
+            plain=not (penalised or p.logit_bias or banned or matcher is not None),
+            penalised=penalised,
+            prompt_ids=admitted.token_ids[: admitted.n_prompt] if p.prompt_logprobs is not None else [],
+            seen=frozenset(admitted.token_ids[: admitted.n_prompt]) if penalised else frozenset(),
+            counts=Counter(output) if penalised else Counter(),
+        )
+
+    def forget(self, session_id: str) -> None:
+        self.states.pop(session_id, None)
+
+    def sample(self, rows: list[Row], logits: Tensor) -> StepResult:
+        """logits [S, V] of the rows that sample or want prompt log-probabilities, in the order of ``StepBatch.logits_at``."""
+        token_ids: list[list[int]] = [[] for _ in rows]
+        result = StepResult(token_ids)
+        stopped: set[int] = set()
+        top_ids, top_values = greedy(logits)
+        best, finite = top_ids.tolist(), torch.isfinite(top_values).tolist()
+        at = 0
+        for i, row in enumerate(rows):
+            n = row.n_tokens if row.prompt_logprobs else int(row.sample)
+            if row.prompt_logprobs:
+                result.prompt_logprobs[i] = self._prompt_logprobs(row, logits[at : at + n])
+            at += n
+            if not row.sample:
+                continue
+            if not finite[at - 1]:
+                result.failed[i] = (
+                    "the model's output is not finite (NaN or infinity); its weights or dtype may be at fault"
+                )
+                continue
+            token = self._row(i, row, logits[at - 1], best[at - 1], result)
+            if token is None:
+                continue
+            token_ids[i].append(token)
+            state = self.states[row.session_id]
+            if state.matcher is not None and state.matcher.finished:
+                stopped.add(i)
+        return StepResult(
+            token_ids, result.logprobs, result.prompt_logprobs, frozenset(stopped), result.failed
+        )
+
+    def _row(self, i: int, row: Row, raw: Tensor, best: int, result: StepResult) -> int | None:
+        """The token of one row; None when the row failed (the reason is in ``result.failed``)."""
+        s = self.states[row.session_id]
+        p = s.params
+        if s.plain and p.temperature == 0.0:
+            token = best
+        else:
+            logits = raw.float().clone()
+            reason = self._adjust(s, logits)
+            if reason is not None:
+                result.failed[i] = reason
+                return None
+            if p.temperature == 0.0:
+                token = int(greedy(logits[None])[0])
+            else:
+                position = row.start + row.n_tokens
+                token = sample_row(logits, Filter(p.temperature, p.top_k, p.top_p, p.min_p, s.seed, position))
+        if p.logprobs is not None:
+            result.logprobs[i] = [_logprob(raw.float(), token, p.logprobs)]
+        s.n_output += 1
+        if s.penalised:
+            s.counts[token] += 1
+        if s.matcher is not None and token not in self.eos_ids:
+            reason = s.matcher.advance([token])
+            if reason is not None:
+                result.failed[i] = reason
+                return None
+        return token
+
+    def _adjust(self, s: SamplerState, logits: Tensor) -> str | None:
+        """Penalties, bias, minimum length and grammar, in place on logits [V] fp32. Returns the reason when the grammar failed.
+
+        Repetition: seen tokens' logits are divided (if positive) or multiplied by the penalty (arXiv:1909.05858). Presence and
+        frequency: OpenAI's definition, over output tokens.
+        """
+        p = s.params
+        if p.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(s.seen | s.counts.keys()))
+            value = logits[seen]
+            logits[seen] = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
+        if s.counts and (p.presence_penalty != 0.0 or p.frequency_penalty != 0.0):
+            ids = torch.tensor(list(s.counts.keys()))
+            counts = torch.tensor(list(s.counts.values()), dtype=torch.float32)
+            logits[ids] -= p.presence_penalty + p.frequency_penalty * counts
+        if p.logit_bias:
+            logits[torch.tensor(list(p.logit_bias.keys()))] += torch.tensor(list(p.logit_bias.values()))
+        if s.banned is not None and s.n_output < p.min_tokens:
+            logits[s.banned] = -math.inf
+        return s.matcher.forbid(logits) if s.matcher is not None else None
+
+    def _prompt_logprobs(self, row: Row, logits: Tensor) -> list[TokenLogprob]:
+        """Log-probabilities of the prompt tokens at positions start + 1 ..., each from the logits [n, V] of the token before it."""
+        state = self.states[row.session_id]
+        following = state.prompt_ids[row.start + 1 : row.start + row.n_tokens + 1]
+        k = state.params.prompt_logprobs or 0
+        return [_logprob(logits[j].float(), token, k) for j, token in enumerate(following)]
+
+
+def _logprob(logits: Tensor, token: int, k: int) -> TokenLogprob:
+    own, top = top_logprobs(logits, token, k)
+    return TokenLogprob(token, own, top)
