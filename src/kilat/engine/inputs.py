@@ -58,4 +58,5 @@ def build_batch(
         logits_at=put(np.asarray(wanted, np.int32)),
         page_tokens=page_tokens,
         max_kv_len=int(kv_len.max()),
+        max_q_len=int(counts.max()),
     )

@@ -17,7 +17,8 @@ class StepBatch:
     slots      [T]      where the token's K and V go: page * page_tokens + offset
     logits_at  [S]      indices into T of the tokens whose logits are wanted
     page_tokens         tokens per page
-    max_kv_len          max of kv_len, known on the host
+    max_kv_len          upper bound of kv_len, known on the host; a captured graph serves every step under its bound
+    max_q_len           upper bound of the tokens of a row, known on the host; 1 when every row decodes
     """
 
     token_ids: torch.Tensor
@@ -29,3 +30,4 @@ class StepBatch:
     logits_at: torch.Tensor
     page_tokens: int
     max_kv_len: int
+    max_q_len: int
