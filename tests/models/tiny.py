@@ -67,9 +67,13 @@ class StateDict:
         return self.tensors[name].to(dtype).clone()
 
 
+def build_of(source: StateDict, kernels: Kernels, dtype: torch.dtype = torch.float32) -> Build:
+    return Build(source, Mesh(), kernels, dtype, torch.device("cpu"), lambda name, n_bytes: None)
+
+
 def kilat_model(model, kernels: Kernels, dtype: torch.dtype = torch.float32) -> Decoder:
     """The same model, built by kilat from the transformers config and weights."""
-    build = Build(StateDict(model), Mesh(), kernels, dtype, torch.device("cpu"), lambda name, n_bytes: None)
+    build = build_of(StateDict(model), kernels, dtype)
     return Decoder(build, read_config(model.config.to_dict()), model.config.max_position_embeddings)
 
 

@@ -14,7 +14,7 @@ DRAW = 0
 """Purpose word of the Philox counter for sampling a token; other uses of randomness at a position take other numbers."""
 
 _MASK = 0xFFFFFFFF
-_TOP = 1024
+_TOP = 512
 
 
 @dataclass(frozen=True, slots=True)

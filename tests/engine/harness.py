@@ -1,0 +1,109 @@
+"""A whole engine around a tiny random model: real scheduler, runner, sampler and pages; only the weights are small."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from kilat.engine.core import Engine, EngineInfo
+from kilat.engine.grammar import GrammarCompiler
+from kilat.engine.kv_memory import KvLayout, allocate_pool
+from kilat.engine.runner import Runner
+from kilat.engine.sampler import Sampler
+from kilat.ops import kernels as reference_kernels
+from kilat.ops.kernels import Kernels
+from kilat.policy.sched.config import SchedulerConfig
+from kilat.policy.sched.scheduler import Scheduler
+from kilat.wire.messages import SessionEvent
+from kilat.wire.sampling import SamplingParams
+from kilat.wire.session import SessionRecord
+from tests.models import tiny
+
+EOS = 256
+
+
+def byte_tokenizer_json() -> str:
+    """A tokenizer whose ids 0-255 are bytes (in the alphabet's order) and 256 is the end of sequence."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    t = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
+    t.add_special_tokens(["<eos>"])
+    return t.to_str()
+
+
+def tiny_model(name: str = "llama", kernels: Kernels | None = None, vocab_size: int = 257):
+    """A random model of architecture ``name`` with ``vocab_size`` tokens."""
+    tiny.SHAPE["vocab_size"], before = vocab_size, tiny.SHAPE["vocab_size"]
+    try:
+        reference = tiny.transformers_model(name)
+    finally:
+        tiny.SHAPE["vocab_size"] = before
+    return tiny.kilat_model(reference, kernels or reference_kernels.reference())
+
+
+def make_engine(model, *, n_pages=64, page_tokens=8, step_tokens=64, seqs=8, depth=1, cache=True, grammar=False) -> Engine:
+    """An engine over ``model`` with a pool of ``n_pages``."""
+    a = model.config.attention[0]
+    layout = KvLayout(len(model.layers), page_tokens, a.n_kv, a.head_dim, torch.float32)
+    max_len = min(model.config.max_positions, n_pages * page_tokens)
+    config = SchedulerConfig(
+        n_pages=n_pages,
+        page_tokens=page_tokens,
+        max_model_len=max_len,
+        max_num_seqs=seqs,
+        max_step_tokens=step_tokens,
+        max_waiting=10_000,
+        prefix_cache=cache,
+        depth=depth,
+    )
+    scheduler = Scheduler(config, model_id="tiny", eos_ids=(EOS,))
+    grammars = GrammarCompiler(byte_tokenizer_json(), model.config.vocab_size, (EOS,)) if grammar else None
+    sampler = Sampler(model.config.vocab_size, (EOS,))
+    pool = allocate_pool(layout, n_pages, torch.device("cpu"))
+    runner = Runner(model, pool, page_tokens, sampler, grammars.ready if grammars else None)
+    info = EngineInfo(
+        "tiny", max_len, seqs, model.config.vocab_size, page_tokens, n_pages, (EOS,), "float32", "reference", {}
+    )
+    return Engine(info, scheduler, runner, grammars, depth=depth)
+
+
+def record(session_id: str, prompt: list[int], **params) -> SessionRecord:
+    """A session with a seed and, by default, 12 greedy tokens."""
+    base = dict(temperature=0.0, max_tokens=12, seed=5)
+    return SessionRecord(session_id, prompt, SamplingParams(**{**base, **params}))
+
+
+def drain(engine: Engine, limit: int = 5000) -> list[SessionEvent]:
+    """Run until nothing is left; all events."""
+    events: list[SessionEvent] = []
+    for _ in range(limit):
+        if not engine.has_work:
+            return events
+        events += engine.step()
+    raise AssertionError(f"still working after {limit} steps")
+
+
+def outputs(events: list[SessionEvent]) -> dict[str, list[int]]:
+    """Session id -> all its tokens; checks that sequence numbers have no gap and nothing follows the end."""
+    out: dict[str, list[int]] = {}
+    seen: dict[str, int] = {}
+    ended: set[str] = set()
+    for e in events:
+        assert e.session_id not in ended, f"{e.session_id} has news after its end"
+        if e.session_id in seen:
+            assert e.seq == seen[e.session_id] + 1, f"{e.session_id}: event {e.seq} after {seen[e.session_id]}"
+        seen[e.session_id] = e.seq
+        out.setdefault(e.session_id, []).extend(e.token_ids)
+        if e.finish is not None:
+            ended.add(e.session_id)
+    assert ended == set(out), f"never ended: {set(out) - ended}"
+    return out
+
+
+def run(engine: Engine, records: list[SessionRecord]) -> dict[str, list[int]]:
+    """Submit all, run to the end, check that no page is left in use."""
+    for r in records:
+        engine.submit(r)
+    result = outputs(drain(engine))
+    engine.scheduler.check()
+    assert engine.gauges()["pages_used"] == 0
+    return result
