@@ -41,4 +41,4 @@ check: setup ## format, lint, types, architecture, logic tests
 	@echo "check: architecture and logic tests"; $(BIN)/pytest -q -m logic
 
 bench: setup ## measure MODEL on this machine (results are not tests)
-	@$(BIN)/kilat bench throughput $(MODEL) $(ARGS)
+	@$(BIN)/kilat bench throughput --model $(MODEL) $(ARGS)

@@ -197,6 +197,7 @@ def test_too_large_is_caught(name: str, source: str) -> None:
         ("src/kilat/engine/x.py", "def f():\n" + "    x = 1\n" * 59),
         ("src/kilat/ops/x.py", "def f():\n" + "    x = 1\n" * 149),
         ("src/kilat/engine/x.py", "class A:\n  def f(self, a, b, c, d, e, f, g, h): ..."),
+        ("src/kilat/ops/triton/x.py", "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i): ..."),
     ],
 )
 def test_exactly_at_the_budget_is_allowed(name: str, source: str) -> None:

@@ -39,7 +39,7 @@ ROOMS = {
     "kv": "base wire",
     "cluster": "base wire policy text kv",
     "cluster/worker": "base wire policy text kv cluster engine",
-    "llm": "base wire engine text",
+    "llm": "base wire load engine text",
     "train": "base wire llm policy/think",
     "web": "base wire",
     "cli": "base wire policy text sim ops quant parallel nn models load engine kv cluster llm train web",
