@@ -14,7 +14,7 @@ DRAW = 0
 """Purpose word of the Philox counter for sampling a token; other uses of randomness at a position take other numbers."""
 
 _MASK = 0xFFFFFFFF
-_TOP = 512
+_SHORT_LISTS = (512, 4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ def _nucleus_threshold(x: Tensor, weights: Tensor, top: float, top_p: float) -> 
     """Smallest logit of the smallest set of likeliest tokens whose share of ``weights`` reaches ``top_p``."""
     mass = weights.sum(dtype=torch.float64) * top_p
     # most often a short list of candidates holds the nucleus; sorting the whole vocabulary costs milliseconds
-    for count in (min(_TOP, x.numel()), x.numel()):
-        best = torch.topk(x, count).values
+    for count in (*_SHORT_LISTS, x.numel()):
+        best = torch.topk(x, min(count, x.numel())).values
         reached = (torch.exp(best - top).cumsum(0, dtype=torch.float64) >= mass).nonzero()
         if reached.numel():
             return float(best[reached[0, 0]])
