@@ -1,0 +1,7 @@
+"""`python -m kilat.cli`: the same as the `kilat` script."""
+
+import sys
+
+from kilat.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,73 @@
+"""A measurement as a table for people and as JSON with everything that is needed to compare it."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+import kilat
+from kilat.cli.machine import read_machine, source_sha
+
+PLAIN_WIDTH = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What was measured. Values of None are not known: a server given by URL does not tell them."""
+
+    model: str
+    device: str | None
+    dtype: str | None
+    threads: int | None
+    kernels: str | None
+
+
+def envelope(args: argparse.Namespace, subject: Subject, **fields: Any) -> dict[str, Any]:
+    """The JSON document of a measurement: where, what and with which settings, then ``fields`` (shapes, rounds, spread)."""
+    machine = read_machine()
+    return {
+        "bench": args.kind,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "kilat": kilat.__version__,
+        "sha": source_sha(),
+        "cpu": machine.cpu,
+        "isa": machine.isa,
+        "cores": machine.cores,
+        "seed": args.seed or 0,
+        **msgspec.to_builtins(subject),
+        **fields,
+    }
+
+
+def write_json(path: Path | None, document: dict[str, Any]) -> None:
+    """Write the document to ``path``, if there is one; numbers keep 4 decimals."""
+    if path is not None:
+        text = msgspec.json.format(msgspec.json.encode(_rounded(document)), indent=1)
+        path.write_bytes(text + b"\n")
+
+
+def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """A table on standard output; the first column is text, the others are numbers."""
+    console = Console()
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table, width=None if console.is_terminal else PLAIN_WIDTH)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(v) for v in value]
+    return value

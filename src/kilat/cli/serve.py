@@ -1,0 +1,37 @@
+"""`kilat serve MODEL`: resolve the model, then hand over to cluster/launch."""
+
+import argparse
+
+from kilat.base import log
+from kilat.cli.options import engine_options, read_keys
+from kilat.cli.progress import TransferBar
+from kilat.cluster.config import ServeConfig, check
+from kilat.cluster.launch import serve
+from kilat.engine.config import EngineConfig
+from kilat.load.sources import ModelFiles, resolve
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit status of the deployment."""
+    log.setup("serve")
+    files = ModelFiles("hf", args.model, args.model)
+    check(_config(args, files))  # a wrong option must not cost a download
+    files = resolve(args.model, TransferBar())
+    return serve(_config(args, files))
+
+
+def _config(args: argparse.Namespace, files: ModelFiles) -> ServeConfig:
+    name = args.served_model_name or files.name
+    engine = EngineConfig(
+        model_path=str(files.path), model_kind=files.kind, model_id=name, **engine_options(args)
+    )
+    return ServeConfig(
+        files=files,
+        engine=engine,
+        served_model_name=name,
+        host=args.host,
+        port=args.port,
+        api_keys=read_keys(args.api_key, args.api_key_file),
+        drain_s=args.drain_timeout,
+        stop_at_stdin_end=args.stop_at_stdin_end,
+    )

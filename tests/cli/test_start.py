@@ -1,0 +1,57 @@
+"""`kilat --help` is quick, needs no heavy package, and the commands that talk to servers do without torch."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import kilat
+
+pytestmark = pytest.mark.cluster
+
+BLOCKED = """
+import sys
+for name in {names!r}:
+    sys.modules[name] = None  # an import of it raises ImportError
+"""
+
+
+def python(code: str, *argv: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", code, *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    "line", ["--help", "--version", "serve --help", "bench serve --help", "model list --help"]
+)
+def test_help_needs_neither_torch_nor_rich_nor_httpx(line: str) -> None:
+    blocked = BLOCKED.format(names=("torch", "rich", "httpx", "numpy", "msgspec", "asyncio"))
+    code = blocked + "from kilat.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = python(code, *line.split())
+    assert done.returncode == 0, done.stderr
+    assert kilat.__version__ in done.stdout if line == "--version" else "usage: kilat" in done.stdout
+
+
+def test_help_takes_under_150_ms() -> None:
+    command = [sys.executable, "-m", "kilat.cli", "--help"]
+    times = []
+    for _ in range(7):  # the best of several: this machine may be busy with other things
+        began = time.perf_counter()
+        subprocess.run(command, capture_output=True, timeout=60, check=True)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.150
+
+
+@pytest.mark.parametrize("file", ["chat", "run", "bench", "serve", "model"])
+def test_command_file_needs_no_torch(file: str) -> None:
+    done = python(BLOCKED.format(names=("torch",)) + f"import kilat.cli.{file}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_script_and_module_are_the_same_program() -> None:
+    script = Path(sys.executable).with_name("kilat")
+    for command in ([str(script)], [sys.executable, "-m", "kilat.cli"]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == f"kilat {kilat.__version__}\n"
