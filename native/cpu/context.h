@@ -1,0 +1,100 @@
+// What the C entry points and the kernels of every instruction set share: data types, the context, and the table of kernels.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kilat_cpu.h"
+#include "pool.h"
+
+namespace kilat {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// Weights are stored as panels of 32 output columns. A panel holds, for each step along k, 32 lanes of 4 bytes: one fp32 value, or
+// two bf16 values with neighbouring k (the lower k in the lower half). Columns past n and an odd last k are zero.
+enum { PANEL = 32 };
+
+struct Linear {
+  int dtype;
+  int64_t n, k, steps, panels;
+  int64_t panel_bytes;  // steps * PANEL * 4
+  char *data;           // panels * panel_bytes, 64-byte aligned
+  float *bias;          // [panels * PANEL] fp32, zeros past n; nullptr without bias
+  int64_t bytes;
+};
+
+struct Table;
+
+struct Scratch {
+  void *data = nullptr;
+  size_t bytes = 0;
+};
+
+struct Context {
+  Pool *pool;
+  const Table *table;
+  int threads;
+  Scratch *worker;  // [threads], each touched by its own thread only
+  Scratch shared;   // touched before and between jobs only
+};
+
+// At least `bytes` of 64-byte aligned memory that stays until the next larger request; nullptr when memory is exhausted.
+void *scratch_get(Scratch *s, size_t bytes);
+
+struct NormArgs {
+  const void *x;
+  int64_t stride, rows, h;
+  void *residual;  // nullptr: plain norm
+  const void *weight;
+  float eps;
+  void *out;
+};
+
+struct RopeArgs {
+  const void *qkv;
+  int64_t stride, tokens;
+  kilat_heads heads;
+  const float *cos_sin;
+  const int32_t *positions, *slots;
+  kilat_kv kv;
+  const void *norm_q, *norm_k;
+  float eps;
+  void *q;
+};
+
+struct AttentionArgs {
+  const void *q;
+  kilat_heads heads;
+  kilat_kv kv;
+  kilat_rows rows;
+  float scale;
+  int64_t window;
+  void *out;
+};
+
+// The kernels of one instruction set; index of each pair: KILAT_F32, KILAT_BF16.
+struct Table {
+  int (*linear)(Context *, const Linear *, const void *x, int64_t stride, int64_t rows, void *out);
+  void (*norm[2])(Context *, const NormArgs *);
+  void (*silu_mul[2])(Context *, const void *x, int64_t stride, int64_t rows, int64_t n, void *out);
+  void (*rope_write[2])(Context *, const RopeArgs *);
+  int (*attention[2])(Context *, const AttentionArgs *);
+};
+
+extern const Table kPlain;
+#if defined(__x86_64__)
+extern const Table kAvx2, kAvx512, kAvx512Bf16;
+#endif
+
+// Number of equal blocks that `rows` rows of `cost` nanoseconds each are cut into: enough for balance, none below about 2 us.
+static inline int blocks_of(const Context *c, int64_t rows, int64_t cost_ns) {
+  int64_t by_cost = rows * cost_ns / 2000 + 1;
+  int64_t most = c->threads == 1 ? 1 : int64_t(c->threads) * 4;
+  int64_t n = by_cost < most ? by_cost : most;
+  return int(n < rows ? n : rows);
+}
+
+}  // namespace kilat

@@ -1,0 +1,234 @@
+// The C entry points: detection, contexts, packed weights, and the hand-over to the kernels of the chosen instruction set.
+#include "kilat_cpu.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <new>
+
+#include "context.h"
+
+using namespace kilat;
+
+struct kilat_cpu {
+  Context context;
+};
+struct kilat_linear {
+  Linear linear;
+};
+
+namespace kilat {
+
+void *scratch_get(Scratch *s, size_t bytes) {
+  if (bytes <= s->bytes) return s->data;
+  size_t size = (bytes + bytes / 4 + 4095) & ~size_t(4095);
+  void *p = nullptr;
+  if (posix_memalign(&p, 4096, size) != 0) return nullptr;
+  free(s->data);
+  s->data = p;
+  s->bytes = size;
+  return p;
+}
+
+}  // namespace kilat
+
+namespace {
+
+// Holds the context for one op.
+struct Hold {
+  Pool *pool;
+  explicit Hold(kilat_cpu *cpu) : pool(cpu->context.pool) { pool_lock(pool); }
+  ~Hold() { pool_unlock(pool); }
+};
+
+const Table *table_of(int isa) {
+  switch (isa) {
+    case KILAT_ISA_PLAIN: return &kPlain;
+#if defined(__x86_64__)
+    case KILAT_ISA_AVX2: return &kAvx2;
+    case KILAT_ISA_AVX512: return &kAvx512;
+    case KILAT_ISA_AVX512_BF16: return &kAvx512Bf16;
+#endif
+    default: return nullptr;
+  }
+}
+
+struct PackJob {
+  const Linear *w;
+  const char *weight;
+  int64_t stride;
+};
+
+// One panel. A pair of bf16 is moved as 4 bytes.
+void pack_unit(void *raw, int unit, int) {
+  const PackJob &job = *static_cast<const PackJob *>(raw);
+  const Linear &w = *job.w;
+  uint32_t *out = reinterpret_cast<uint32_t *>(w.data + unit * w.panel_bytes);
+  for (int c = 0; c < PANEL; c++) {
+    int64_t column = int64_t(unit) * PANEL + c;
+    if (column >= w.n) {
+      for (int64_t s = 0; s < w.steps; s++) out[s * PANEL + c] = 0;
+      continue;
+    }
+    int64_t element = w.dtype == KILAT_F32 ? 4 : 2;
+    const char *row = job.weight + column * job.stride * element;
+    int64_t whole = w.k * element / 4;
+    for (int64_t s = 0; s < whole; s++) memcpy(&out[s * PANEL + c], row + s * 4, 4);
+    if (whole < w.steps) {
+      uint16_t last;
+      memcpy(&last, row + whole * 4, 2);
+      out[whole * PANEL + c] = last;
+    }
+  }
+}
+
+float bias_at(const void *bias, int dtype, int64_t i) {
+  float x;
+  if (dtype == KILAT_F32) {
+    memcpy(&x, static_cast<const char *>(bias) + i * 4, 4);
+  } else {
+    uint16_t half;
+    memcpy(&half, static_cast<const char *>(bias) + i * 2, 2);
+    uint32_t whole = uint32_t(half) << 16;
+    memcpy(&x, &whole, 4);
+  }
+  return x;
+}
+
+}  // namespace
+
+extern "C" {
+
+int kilat_cpu_abi(void) { return KILAT_CPU_ABI; }
+
+int kilat_cpu_best_isa(void) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) return KILAT_ISA_AVX512_BF16;
+  if (avx512) return KILAT_ISA_AVX512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return KILAT_ISA_AVX2;
+#endif
+  return KILAT_ISA_PLAIN;
+}
+
+const char *kilat_cpu_isa_name(int isa) {
+  static const char *const kNames[KILAT_ISA_COUNT] = {"plain", "avx2", "avx512", "avx512-bf16"};
+  return isa >= 0 && isa < KILAT_ISA_COUNT ? kNames[isa] : "?";
+}
+
+kilat_cpu *kilat_cpu_create(int threads, int isa) {
+  if (threads < 1 || isa < 0 || isa > kilat_cpu_best_isa() || !table_of(isa)) return nullptr;
+  kilat_cpu *cpu = new (std::nothrow) kilat_cpu;
+  if (!cpu) return nullptr;
+  cpu->context.table = table_of(isa);
+  cpu->context.threads = threads;
+  cpu->context.worker = new (std::nothrow) Scratch[threads];
+  cpu->context.pool = cpu->context.worker ? pool_create(threads) : nullptr;
+  if (!cpu->context.pool) {
+    delete[] cpu->context.worker;
+    delete cpu;
+    return nullptr;
+  }
+  return cpu;
+}
+
+void kilat_cpu_destroy(kilat_cpu *cpu) {
+  if (!cpu) return;
+  pool_destroy(cpu->context.pool);
+  for (int i = 0; i < cpu->context.threads; i++) free(cpu->context.worker[i].data);
+  free(cpu->context.shared.data);
+  delete[] cpu->context.worker;
+  delete cpu;
+}
+
+kilat_linear *kilat_linear_pack(kilat_cpu *cpu, int dtype, const void *weight, int64_t stride, int64_t n, int64_t k,
+                                const void *bias) {
+  kilat_linear *out = new (std::nothrow) kilat_linear;
+  if (!out) return nullptr;
+  Linear &w = out->linear;
+  w.dtype = dtype;
+  w.n = n;
+  w.k = k;
+  w.steps = dtype == KILAT_F32 ? k : (k + 1) / 2;
+  w.panels = (n + PANEL - 1) / PANEL;
+  w.panel_bytes = w.steps * PANEL * 4;
+  int64_t bias_bytes = bias ? w.panels * PANEL * 4 : 0, total = w.panels * w.panel_bytes + bias_bytes;
+  // Whole huge pages where the weight is large enough that the rest does not matter.
+  const int64_t huge = 2 << 20;
+  bool use_huge = total >= 8 * huge;
+  int64_t unit = use_huge ? huge : 4096;
+  w.bytes = (total + unit - 1) / unit * unit;
+  void *data = nullptr;
+  if (posix_memalign(&data, size_t(unit), size_t(w.bytes)) != 0) {
+    delete out;
+    return nullptr;
+  }
+#ifdef MADV_HUGEPAGE
+  if (use_huge) madvise(data, size_t(w.bytes), MADV_HUGEPAGE);  // advice only: failing costs speed, not correctness
+#endif
+  w.data = static_cast<char *>(data);
+  w.bias = bias ? reinterpret_cast<float *>(w.data + w.panels * w.panel_bytes) : nullptr;
+  for (int64_t i = 0; bias && i < w.panels * PANEL; i++) w.bias[i] = i < n ? bias_at(bias, dtype, i) : 0.0f;
+  PackJob job = {&w, static_cast<const char *>(weight), stride};
+  Hold hold(cpu);
+  pool_run(cpu->context.pool, int(w.panels), pack_unit, &job);
+  return out;
+}
+
+void kilat_linear_free(kilat_linear *w) {
+  if (!w) return;
+  free(w->linear.data);
+  delete w;
+}
+
+int64_t kilat_linear_bytes(const kilat_linear *w) { return w->linear.bytes; }
+
+int kilat_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x, int64_t stride, int64_t rows, void *out) {
+  Hold hold(cpu);
+  return rows > 0 ? cpu->context.table->linear(&cpu->context, &w->linear, x, stride, rows, out) : 0;
+}
+
+void kilat_rms_norm(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, int64_t rows, int64_t h, const void *weight,
+                    double eps, void *out) {
+  Hold hold(cpu);
+  NormArgs args = {x, stride, rows, h, nullptr, weight, float(eps), out};
+  cpu->context.table->norm[dtype](&cpu->context, &args);
+}
+
+void kilat_add_rms_norm(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, void *residual, int64_t rows, int64_t h,
+                        const void *weight, double eps, void *out) {
+  Hold hold(cpu);
+  NormArgs args = {x, stride, rows, h, residual, weight, float(eps), out};
+  cpu->context.table->norm[dtype](&cpu->context, &args);
+}
+
+void kilat_silu_mul(kilat_cpu *cpu, int dtype, const void *gate_up, int64_t stride, int64_t rows, int64_t n, void *out) {
+  Hold hold(cpu);
+  cpu->context.table->silu_mul[dtype](&cpu->context, gate_up, stride, rows, n, out);
+}
+
+void kilat_rope_write(kilat_cpu *cpu, int dtype, const void *qkv, int64_t stride, int64_t tokens, const kilat_heads *heads,
+                      const float *cos_sin, const int32_t *positions, const int32_t *slots, const kilat_kv *kv,
+                      const void *norm_q, const void *norm_k, double eps, void *q) {
+  Hold hold(cpu);
+  RopeArgs args = {qkv, stride, tokens, *heads, cos_sin, positions, slots, *kv, norm_q, norm_k, float(eps), q};
+  cpu->context.table->rope_write[dtype](&cpu->context, &args);
+}
+
+int kilat_attention(kilat_cpu *cpu, int dtype, const void *q, const kilat_heads *heads, const kilat_kv *kv,
+                    const kilat_rows *rows, double scale, int64_t window, void *out) {
+  Hold hold(cpu);
+  AttentionArgs args = {q, *heads, *kv, *rows, float(scale), window, out};
+  return cpu->context.table->attention[dtype](&cpu->context, &args);
+}
+
+void kilat_copy_pages(kilat_cpu *cpu, void *pool, int64_t page_bytes, const int64_t *pairs, int64_t n) {
+  Hold hold(cpu);
+  char *base = static_cast<char *>(pool);
+  for (int64_t i = 0; i < n; i++) memcpy(base + pairs[2 * i + 1] * page_bytes, base + pairs[2 * i] * page_bytes, size_t(page_bytes));
+}
+
+}  // extern "C"

@@ -1,0 +1,117 @@
+/* kilat_cpu.h: the CPU kernels of kilat as a plain C library.
+ *
+ * Conventions
+ *   - Sizes and strides count elements (not bytes) unless a name says otherwise. The last dimension always has unit stride.
+ *   - dtype is KILAT_F32 or KILAT_BF16. All tensors of one call have the same dtype, except where a comment says fp32 or int32.
+ *   - The caller owns every buffer it passes. The library owns what kilat_linear_pack and kilat_cpu_create return, until the
+ *     matching free / destroy. No pointer needs an alignment beyond that of its element.
+ *   - No function exits or throws. Functions that can fail say how; the others cannot.
+ *   - One kilat_cpu may be used from several threads; their calls are then served one after another.
+ *
+ * Promise of every op: the bits of an output row depend on that row's inputs and on the ISA only; not on the number of rows in the
+ * call, on how a prompt was cut into calls, or on the number of threads. Sums have one fixed order per output element.
+ */
+#ifndef KILAT_CPU_H
+#define KILAT_CPU_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KILAT_CPU_ABI 1
+
+#if defined(__GNUC__)
+#define KILAT_API __attribute__((visibility("default")))
+#else
+#define KILAT_API
+#endif
+
+enum { KILAT_F32 = 0, KILAT_BF16 = 1 };
+
+/* Instruction sets, worst to best. */
+enum { KILAT_ISA_PLAIN = 0, KILAT_ISA_AVX2 = 1, KILAT_ISA_AVX512 = 2, KILAT_ISA_AVX512_BF16 = 3, KILAT_ISA_COUNT = 4 };
+
+/* Largest head dimension that the attention and rotary kernels take. */
+enum { KILAT_MAX_HEAD_DIM = 256 };
+
+typedef struct kilat_cpu kilat_cpu;
+typedef struct kilat_linear kilat_linear;
+
+/* One layer's view [pages, 2, page_tokens, kv_heads, head_dim] of the page pool: K at index 0, V at 1. */
+typedef struct kilat_kv {
+  void *base;
+  int64_t page_stride, side_stride, token_stride, head_stride;
+  int64_t page_tokens;
+} kilat_kv;
+
+/* Version of this header that the library was built from. */
+KILAT_API int kilat_cpu_abi(void);
+
+/* Best instruction set that this processor and operating system support. */
+KILAT_API int kilat_cpu_best_isa(void);
+
+/* Name of an instruction set for people; "?" if there is none of that number. */
+KILAT_API const char *kilat_cpu_isa_name(int isa);
+
+/* A kernel set that uses `threads` threads (the caller's is one of them). NULL if the isa is not supported here, if threads < 1,
+ * or if memory or threads are exhausted. */
+KILAT_API kilat_cpu *kilat_cpu_create(int threads, int isa);
+
+/* Stop the threads and free everything but packed weights. In a forked child the threads do not exist and are not waited for. */
+KILAT_API void kilat_cpu_destroy(kilat_cpu *cpu);
+
+/* Pack weight [n, k] (row stride `stride`) and bias [n] (or NULL), both of `dtype`, into panels. Neither is needed afterwards.
+ * NULL when memory is exhausted. A packed weight belongs to no kernel set and outlives the one that packed it. */
+KILAT_API kilat_linear *kilat_linear_pack(kilat_cpu *cpu, int dtype, const void *weight, int64_t stride, int64_t n, int64_t k,
+                                const void *bias);
+KILAT_API void kilat_linear_free(kilat_linear *w);
+KILAT_API int64_t kilat_linear_bytes(const kilat_linear *w);
+
+/* out [rows, n] contiguous = x [rows, k] (row stride `stride`) times weight^T plus bias; fp32 sums, one rounding at the end. Returns 0,
+ * or -1 when memory for packing rows is exhausted (out is then undefined). */
+KILAT_API int kilat_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x, int64_t stride, int64_t rows, void *out);
+
+/* out [rows, h] contiguous = round(x / sqrt(mean(x^2) + eps)) * weight [h]; fp32 inside. */
+KILAT_API void kilat_rms_norm(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, int64_t rows, int64_t h, const void *weight,
+                    double eps, void *out);
+
+/* residual [rows, h] contiguous += x (rounded to dtype), in place; out = rms_norm(residual). */
+KILAT_API void kilat_add_rms_norm(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, void *residual, int64_t rows, int64_t h,
+                        const void *weight, double eps, void *out);
+
+/* gate_up [rows, 2 n] (row stride `stride`) -> out [rows, n] contiguous = round(silu(gate)) * up. */
+KILAT_API void kilat_silu_mul(kilat_cpu *cpu, int dtype, const void *gate_up, int64_t stride, int64_t rows, int64_t n, void *out);
+
+/* Heads of a layer: q heads, kv heads, elements of a head (<= KILAT_MAX_HEAD_DIM), rotated elements (even, <= dim). */
+typedef struct kilat_heads {
+  int64_t n_q, n_kv, dim, rotary;
+} kilat_heads;
+
+/* qkv [tokens, (n_q + 2 n_kv) dim] (row stride `stride`) -> q [tokens, n_q, dim] contiguous, and K, V into kv at slots[t] =
+ * page * page_tokens + offset. cos_sin [max positions, rotary] fp32 contiguous: cosines, then sines. positions, slots [tokens]
+ * int32. norm_q, norm_k [dim] or both NULL. */
+KILAT_API void kilat_rope_write(kilat_cpu *cpu, int dtype, const void *qkv, int64_t stride, int64_t tokens, const kilat_heads *heads,
+                      const float *cos_sin, const int32_t *positions, const int32_t *slots, const kilat_kv *kv,
+                      const void *norm_q, const void *norm_k, double eps, void *q);
+
+/* The rows of a step. All int32: row_start [rows + 1], kv_len [rows], page_table [rows, table_stride]. */
+typedef struct kilat_rows {
+  const int32_t *row_start, *kv_len, *page_table;
+  int64_t rows, table_stride;
+} kilat_rows;
+
+/* q [tokens, n_q, dim] contiguous -> out [tokens, n_q * dim] contiguous. The last token of row b sees keys 0 .. kv_len[b] - 1, the
+ * one before it one key less, and so on; with window > 0 only the last `window` of them. Returns 0, or -1 when memory for partial
+ * results is exhausted (out is then undefined). */
+KILAT_API int kilat_attention(kilat_cpu *cpu, int dtype, const void *q, const kilat_heads *heads, const kilat_kv *kv,
+                    const kilat_rows *rows, double scale, int64_t window, void *out);
+
+/* Copy whole pages inside a pool of pages of page_bytes: pairs [n, 2] int64 (from, to). A page may not be both. */
+KILAT_API void kilat_copy_pages(kilat_cpu *cpu, void *pool, int64_t page_bytes, const int64_t *pairs, int64_t n);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,35 @@
+// Elementary functions on vectors. Every lane goes through the same operations, so a tail gives the bits of a full vector.
+#pragma once
+
+// 2^x for x <= 127: x = n + f with |f| <= 1/2, a polynomial of degree 5 in f (relative error 1e-7, exactly 1 at f = 0), times 2^n.
+// Exactly 0 below -200, also for -inf; not-a-number stays. The coefficients are a fit of this file's own (least squares reweighted
+// to an even error).
+INLINE VF exp2_of(VF x) {
+  x = max(set1(-200.0f), x);
+  VF n = round_even(x);
+  VF f = sub(x, n);
+  VF p = set1(0.001326472614891827f);
+  p = fma(p, f, set1(0.009671512991189957f));
+  p = fma(p, f, set1(0.05550733581185341f));
+  p = fma(p, f, set1(0.24022242426872253f));
+  p = fma(p, f, set1(0.6931470036506653f));
+  p = fma(p, f, set1(1.0f));
+  return scale_exponent(p, n);
+}
+
+// x / (1 + e^-x). e^-x is held below 2^126 so that the quotient of a large negative x is a tiny number and never 0 / inf.
+INLINE VF silu_of(VF x) {
+  const float kLog2E = 1.4426950408889634f;
+  VF e = mul(x, set1(-kLog2E));
+  VF limit = set1(126.0f);
+  e = sub(limit, max(zero(), sub(limit, e)));
+  return div(x, add(set1(1.0f), exp2_of(e)));
+}
+
+// Round to T and back.
+INLINE VF rounded(VF v, float) { return v; }
+INLINE VF rounded(VF v, bf16) {
+  bf16 t[W];
+  store(t, v);
+  return load(t);
+}

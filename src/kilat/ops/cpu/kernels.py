@@ -1,0 +1,203 @@
+"""The kernel set of the CPU backend: every op of ``ops`` on the native library."""
+
+import ctypes
+import weakref
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from kilat.base.errors import ConfigError, EngineError
+from kilat.ops.batch import StepBatch
+from kilat.ops.cpu.library import BF16, F32, MAX_HEAD_DIM, HeadShape, KvView, Rows, load
+from kilat.ops.kernels import Kernels
+from kilat.ops.linear import LinearWeight
+from kilat.ops.rope_write import Heads, QkNorm
+
+_DTYPES = {torch.float32: F32, torch.bfloat16: BF16}
+
+
+def available() -> tuple[bool, str]:
+    """Whether the native kernels can be used here, and why (not). Builds them at the first call: seconds, then cached."""
+    try:
+        library = load()
+    except ConfigError as error:
+        return False, error.message
+    return True, f"native kernels, {_isa_name(library, library.kilat_cpu_best_isa())}"
+
+
+def cpu_kernels(threads: int, why: str = "asked for", *, isa: int | None = None) -> Kernels:
+    """The native set on ``threads`` threads (the caller's is one of them), for tensors of one dtype, fp32 or bf16.
+
+    The threads live as long as the returned set. ``isa``: an index of the header's list, at most the best one of this machine
+    (the default). Raises ConfigError when the library cannot be built or the set cannot be created.
+    """
+    library = load()
+    level = library.kilat_cpu_best_isa() if isa is None else isa
+    ops = CpuOps(library, threads, level)
+    return Kernels(
+        name=f"cpu-{_isa_name(library, level)}",
+        why=why,
+        batch_invariant=True,
+        pack_linear=ops.pack_linear,
+        linear=ops.linear,
+        rms_norm=ops.rms_norm,
+        add_rms_norm=ops.add_rms_norm,
+        rope_write=ops.rope_write,
+        attention=ops.attention,
+        silu_mul=ops.silu_mul,
+    )
+
+
+def _isa_name(library: ctypes.CDLL, isa: int) -> str:
+    name: bytes = library.kilat_cpu_isa_name(isa)
+    return name.decode()
+
+
+class PackedWeight:
+    """Owner of one packed weight; freed with this object."""
+
+    __slots__ = ("__weakref__", "handle")
+
+    def __init__(self, library: ctypes.CDLL, handle: int) -> None:
+        self.handle = handle
+        weakref.finalize(self, library.kilat_linear_free, handle).atexit = False
+
+
+class CpuOps:
+    """The ops as methods; owns the native context (threads and scratch memory). Contracts are those of ``ops``.
+
+    Tensors must be on the CPU, fp32 or bf16; an input whose last dimension is not contiguous is copied. Shapes and dtypes that
+    would make the native code read past a tensor raise EngineError; page ids and positions are trusted.
+    """
+
+    def __init__(self, library: ctypes.CDLL, threads: int, isa: int) -> None:
+        context = library.kilat_cpu_create(threads, isa)
+        if not context:
+            name = _isa_name(library, isa)
+            raise ConfigError(f"no CPU kernels with {threads} threads on {name}: this machine has fewer instructions or no memory")
+        self._library = library
+        self._context = context
+        # Not at interpreter exit: another thread may still be inside an op then, and the process takes everything with it.
+        weakref.finalize(self, library.kilat_cpu_destroy, context).atexit = False
+        self._linear = library.kilat_linear_run
+        self._rms_norm = library.kilat_rms_norm
+        self._add_rms_norm = library.kilat_add_rms_norm
+        self._silu_mul = library.kilat_silu_mul
+        self._rope_write = library.kilat_rope_write
+        self._attention = library.kilat_attention
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
+        """Pack into panels; afterwards ``weight`` is not needed and may be freed by the caller."""
+        code = _code(weight)
+        n, k = weight.shape
+        weight = _rows_of(weight)
+        if bias is not None and (bias.shape != (n,) or bias.dtype != weight.dtype):
+            raise EngineError(f"bias {tuple(bias.shape)} {bias.dtype} does not fit weight {n} x {k} {weight.dtype}")
+        bias = None if bias is None else bias.contiguous()
+        handle = self._library.kilat_linear_pack(
+            self._context, code, weight.data_ptr(), weight.stride(0), n, k, None if bias is None else bias.data_ptr()
+        )
+        if not handle:
+            raise EngineError(f"no memory to pack a weight of {n} x {k}")
+        n_bytes = self._library.kilat_linear_bytes(handle)
+        return LinearWeight(PackedWeight(self._library, handle), (n, k), weight.dtype, bias, n_bytes)
+
+    def linear(self, x: Tensor, w: LinearWeight) -> Tensor:
+        n, k = w.shape
+        if x.dim() != 2 or x.shape[1] != k or x.dtype != w.dtype:
+            raise EngineError(f"linear of {tuple(x.shape)} {x.dtype} with a weight of {n} x {k} {w.dtype}")
+        x = _rows_of(x)
+        out = x.new_empty(x.shape[0], n)
+        if self._linear(self._context, w.data.handle, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr()):
+            raise EngineError("no memory for a matrix product")
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        code = _check_norm(x, weight)
+        x = _rows_of(x)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        n, h = x.shape
+        self._rms_norm(self._context, code, x.data_ptr(), x.stride(0), n, h, weight.data_ptr(), eps, out.data_ptr())
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """``residual`` is updated in place."""
+        code = _check_norm(x, weight)
+        if residual.shape != x.shape or residual.dtype != x.dtype:
+            raise EngineError(f"residual {tuple(residual.shape)} {residual.dtype} beside {tuple(x.shape)} {x.dtype}")
+        x = _rows_of(x)
+        residual = residual if residual.is_contiguous() else residual.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        n, h = x.shape
+        at = (x.data_ptr(), x.stride(0), residual.data_ptr())
+        self._add_rms_norm(self._context, code, *at, n, h, weight.data_ptr(), eps, out.data_ptr())
+        return out, residual
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        code = _code(gate_up)
+        x = _rows_of(gate_up)
+        rows, n = x.shape[0], x.shape[1] // 2
+        out = x.new_empty(rows, n)
+        self._silu_mul(self._context, code, x.data_ptr(), x.stride(0), rows, n, out.data_ptr())
+        return out
+
+    def rope_write(
+        self, qkv: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch, heads: Heads, norm: QkNorm | None = None
+    ) -> Tensor:
+        code = _code(qkv)
+        rotary = cos_sin.shape[1]
+        shape = HeadShape(heads.n_q, heads.n_kv, heads.dim, rotary)
+        if qkv.shape[1] != (heads.n_q + 2 * heads.n_kv) * heads.dim or rotary > heads.dim or heads.dim > MAX_HEAD_DIM:
+            raise EngineError(f"qkv of width {qkv.shape[1]} for {heads}, {rotary} rotated, limit {MAX_HEAD_DIM} a head")
+        view = _view(kv, qkv)
+        qkv, cos_sin = _rows_of(qkv), cos_sin.contiguous()
+        n_tokens = qkv.shape[0]
+        q = qkv.new_empty(n_tokens, heads.n_q, heads.dim)
+        norms = (None, None, 0.0) if norm is None else (norm.q.data_ptr(), norm.k.data_ptr(), norm.eps)
+        at = (cos_sin.data_ptr(), batch.positions.data_ptr(), batch.slots.data_ptr(), byref(view))
+        self._rope_write(
+            self._context, code, qkv.data_ptr(), qkv.stride(0), n_tokens, byref(shape), *at, *norms, q.data_ptr()
+        )
+        return q
+
+    def attention(self, q: Tensor, kv: Tensor, batch: StepBatch, *, scale: float, window: int = 0) -> Tensor:
+        code = _code(q)
+        q = q.contiguous()
+        n_tokens, n_q, dim = q.shape
+        n_kv = kv.shape[3]
+        if kv.shape[4] != dim or n_q % n_kv != 0 or dim > MAX_HEAD_DIM:
+            raise EngineError(f"attention of {n_q} heads of {dim} over {n_kv} heads of {kv.shape[4]}, limit {MAX_HEAD_DIM}")
+        view, shape = _view(kv, q), HeadShape(n_q, n_kv, dim, 0)
+        table, lengths = batch.page_table, batch.kv_len
+        rows = Rows(batch.row_start.data_ptr(), lengths.data_ptr(), table.data_ptr(), lengths.shape[0], table.stride(0))
+        out = q.new_empty(n_tokens, n_q * dim)
+        args = (code, q.data_ptr(), byref(shape), byref(view), byref(rows), scale, window, out.data_ptr())
+        if self._attention(self._context, *args):
+            raise EngineError("no memory for attention over this many keys")
+        return out
+
+
+def _code(x: Tensor) -> int:
+    code = _DTYPES.get(x.dtype)
+    if code is None:
+        raise EngineError(f"the CPU kernels take float32 and bfloat16, got {x.dtype}")
+    return code
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """x [rows, n] with unit stride in the last dimension; a copy only if it must be."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _check_norm(x: Tensor, weight: Tensor) -> int:
+    if weight.shape != x.shape[1:] or weight.dtype != x.dtype or not weight.is_contiguous():
+        raise EngineError(f"norm weight {tuple(weight.shape)} {weight.dtype} beside rows {tuple(x.shape)} {x.dtype}")
+    return _code(x)
+
+
+def _view(kv: Tensor, like: Tensor) -> KvView:
+    if kv.dtype != like.dtype or kv.stride(4) != 1:
+        raise EngineError(f"page pool {kv.dtype} with strides {kv.stride()} for {like.dtype} activations")
+    page, side, token, head, _ = kv.stride()
+    return KvView(kv.data_ptr(), page, side, token, head, kv.shape[2])

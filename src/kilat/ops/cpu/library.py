@@ -1,0 +1,78 @@
+"""ctypes declarations of native/cpu/kilat_cpu.h."""
+
+import ctypes
+from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
+
+from kilat.base.errors import ConfigError
+from kilat.ops.cpu.build import build
+
+ABI = 1
+F32, BF16 = 0, 1
+MAX_HEAD_DIM = 256
+
+
+class KvView(ctypes.Structure):
+    """``kilat_kv``: one layer's view of the page pool; strides in elements."""
+
+    _fields_ = [
+        ("base", c_void_p),
+        ("page_stride", c_int64),
+        ("side_stride", c_int64),
+        ("token_stride", c_int64),
+        ("head_stride", c_int64),
+        ("page_tokens", c_int64),
+    ]
+
+
+class HeadShape(ctypes.Structure):
+    """``kilat_heads``."""
+
+    _fields_ = [("n_q", c_int64), ("n_kv", c_int64), ("dim", c_int64), ("rotary", c_int64)]
+
+
+class Rows(ctypes.Structure):
+    """``kilat_rows``: the rows of a step."""
+
+    _fields_ = [
+        ("row_start", c_void_p),
+        ("kv_len", c_void_p),
+        ("page_table", c_void_p),
+        ("rows", c_int64),
+        ("table_stride", c_int64),
+    ]
+
+
+_P, _I, _L, _D = c_void_p, c_int, c_int64, c_double
+_SIGNATURES = {
+    "kilat_cpu_abi": (_I, []),
+    "kilat_cpu_best_isa": (_I, []),
+    "kilat_cpu_isa_name": (c_char_p, [_I]),
+    "kilat_cpu_create": (_P, [_I, _I]),
+    "kilat_cpu_destroy": (None, [_P]),
+    "kilat_linear_pack": (_P, [_P, _I, _P, _L, _L, _L, _P]),
+    "kilat_linear_free": (None, [_P]),
+    "kilat_linear_bytes": (_L, [_P]),
+    "kilat_linear_run": (_I, [_P, _P, _P, _L, _L, _P]),
+    "kilat_rms_norm": (None, [_P, _I, _P, _L, _L, _L, _P, _D, _P]),
+    "kilat_add_rms_norm": (None, [_P, _I, _P, _L, _P, _L, _L, _P, _D, _P]),
+    "kilat_silu_mul": (None, [_P, _I, _P, _L, _L, _L, _P]),
+    "kilat_rope_write": (None, [_P, _I, _P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _D, _P]),
+    "kilat_attention": (_I, [_P, _I, _P, _P, _P, _P, _D, _L, _P]),
+    "kilat_copy_pages": (None, [_P, _P, _L, _P, _L]),
+}
+
+
+def load() -> ctypes.CDLL:
+    """The library with all signatures declared; built first if needed. Raises ConfigError when that is not possible."""
+    path = build()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ConfigError(f"the built CPU kernels cannot be loaded: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    if library.kilat_cpu_abi() != ABI:
+        raise ConfigError(f"CPU kernels of version {library.kilat_cpu_abi()}, need {ABI}: remove {path}")
+    return library
