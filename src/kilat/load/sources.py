@@ -1,0 +1,100 @@
+"""From what a user calls a model to its files: a directory, a .gguf file, a catalogue name or a hub id. Needs no torch."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kilat.base.env import cache_dir
+from kilat.base.errors import SourceError
+from kilat.load import catalogue as packages
+from kilat.load.download import Progress
+from kilat.load.files import ModelFiles
+from kilat.load.hub import snapshot
+from kilat.load.package_models import is_cached, pull
+
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One catalogue model: size and hash of its GGUF file, the packages it comes in, and whether it is on disk."""
+
+    name: str
+    title: str
+    license: str
+    n_bytes: int
+    sha256: str
+    packages: tuple[str, ...]
+    cached: bool
+
+
+class _Silent:
+    """A :class:`Progress` that shows nothing."""
+
+    def start(self, label: str, total_bytes: int) -> None:
+        pass
+
+    def advance(self, n_bytes: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def resolve(name: str, progress: Progress | None = None) -> ModelFiles:
+    """Files of the model called ``name``, downloaded into the cache when they are not on disk; raises SourceError.
+
+    Tried in this order: a name of the catalogue, a path that exists, a hub id ``owner/name``.
+    """
+    model = packages.find(name)
+    if model is not None:
+        return ModelFiles("gguf", pull(model, cache_dir(), progress or _Silent()), name)
+    path = Path(name).expanduser()
+    if _exists(path):
+        return _local(path)
+    if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+        return ModelFiles("hf", snapshot(name), name)
+    names = ", ".join(model.name for model in packages.CATALOGUE)
+    raise SourceError(
+        f"no model {name[:200]!r} on disk or in the catalogue: give a model directory, a .gguf file, a hub id like owner/name, or one of {names}"
+    )
+
+
+def catalogue() -> list[Listing]:
+    """The models that can be had by name, and which of them are on disk."""
+    return [
+        Listing(
+            model.name,
+            model.title,
+            model.license,
+            model.n_bytes,
+            model.sha256,
+            tuple(f"{wheel.package}=={wheel.version}" for wheel in model.wheels),
+            is_cached(model, cache_dir()),
+        )
+        for model in packages.CATALOGUE
+    ]
+
+
+def _local(path: Path) -> ModelFiles:
+    path = path.resolve()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise SourceError(
+                f"directory {path.name} has no config.json: give a Hugging Face model directory"
+            )
+        return ModelFiles("hf", path, path.name)
+    if not path.is_file() or path.suffix != ".gguf":
+        raise SourceError(
+            f"{path.name} is not a model: give a .gguf file or a directory with config.json and safetensors. Weights in other "
+            "formats (.bin, .pt) can run code when they are read and are not loaded"
+        )
+    return ModelFiles("gguf", path, path.stem)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long, or a folder that may not be entered
+        return False

@@ -1,0 +1,1 @@
+"""quant: storage formats of weights and how they become numbers."""
