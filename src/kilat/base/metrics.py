@@ -22,3 +22,31 @@ SESSIONS_WAITING = "kilat_sessions_waiting"
 PAGES_FREE = "kilat_pages_free"
 PAGES_USED = "kilat_pages_used"
 PAGES_CACHED = "kilat_pages_cached"
+
+# engine: counters (the difference of run and model seconds is the host's share of a step)
+STEP_SECONDS = "kilat_step_seconds_total"
+RUN_SECONDS = "kilat_run_seconds_total"
+MODEL_SECONDS = "kilat_model_seconds_total"
+
+# engine: gauges
+SESSIONS_COMPILING = "kilat_sessions_compiling"
+
+# cluster/worker: sent with each Status
+STEPS = "kilat_steps_total"
+STEP_AGE = "kilat_step_age_seconds"
+
+# cluster/gateway: of HTTP requests
+REQUESTS = "kilat_requests_total"
+REQUESTS_OPEN = "kilat_requests_open"
+TTFT = "kilat_time_to_first_token_seconds"
+TPOT = "kilat_time_per_output_token_seconds"
+REQUEST_SECONDS = "kilat_request_seconds"
+
+# cluster/gateway: of its link to the worker
+SESSIONS_OPEN = "kilat_sessions_open"
+STALE_EVENTS = "kilat_stale_events_total"
+BAD_FRAMES = "kilat_bad_frames_total"
+SLOW_READERS = "kilat_slow_readers_total"
+WORKER_UP = "kilat_worker_up"
+WORKER_RESTARTS = "kilat_worker_restarts_total"
+GATEWAY_TASKS = "kilat_gateway_tasks"

@@ -1,0 +1,170 @@
+"""The sessions behind one HTTP request, from submission to the last token, whatever form the answer has."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kilat.base.errors import EngineError, KilatError, LimitError
+from kilat.base.ids import branch_id, new_session_id
+from kilat.cluster.gateway.errors import from_peer
+from kilat.cluster.gateway.link import WorkerLink
+from kilat.cluster.gateway.sample import Piece, Sample
+from kilat.cluster.gateway.sessions import Inbox
+from kilat.text.detokenize import StreamDetokenizer
+from kilat.text.tokenizer import Tokenizer
+from kilat.wire.messages import SessionEvent, TokenLogprob
+from kilat.wire.sampling import SamplingParams
+from kilat.wire.session import SessionRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to generate: ``params.n`` samples of each prompt. Sample ``k`` of prompt ``p`` has the index ``p * n + k``.
+
+    ``continues``: the output goes on in the prompt's text. Times are monotonic seconds.
+    """
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    skip_special: bool
+    continues: bool
+    tenant: str
+    salt: str
+    priority: int
+    arrival_s: float
+    deadline_s: float
+
+
+class Generation:
+    """Runs a :class:`Job`. :meth:`close` must be called, whatever happened; it stops in the worker what still runs.
+
+    Times are monotonic seconds: of the first and last token (None before), ``heard_at_s`` of the last sign of life from the worker,
+    ``failed_at_s`` written by the sweep that first saw the inbox failed.
+    """
+
+    def __init__(
+        self, link: WorkerLink, tokenizer: Tokenizer, job: Job, *, request_id: str, max_lag_tokens: int | None
+    ) -> None:
+        self.job = job
+        self.inbox = Inbox(max_lag_tokens)
+        self.request_id = request_id
+        self.cached_tokens = 0
+        self.heard_at_s = job.arrival_s
+        self.failed_at_s: float | None = None
+        self.first_at_s: float | None = None
+        self.last_at_s: float | None = None
+        self.prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(job.prompts)
+        self._link = link
+        self._clock = time.monotonic
+        p = job.params
+        self.samples = [
+            Sample(
+                StreamDetokenizer(
+                    tokenizer,
+                    stop=p.stop,
+                    include_stop=p.include_stop,
+                    skip_special=job.skip_special,
+                    min_tokens=p.min_tokens,
+                    continues=job.continues,
+                ),
+                p,
+            )
+            for _ in range(len(job.prompts) * p.n)
+        ]
+        self._ids = [new_session_id() for _ in job.prompts]
+        self._running = len(self.samples)
+
+    def submit(self) -> None:
+        """Hand all sessions to the worker. Raises CapacityError or PeerError."""
+        job = self.job
+        for p, (session_id, prompt) in enumerate(zip(self._ids, job.prompts)):
+            record = SessionRecord(
+                session_id=session_id,
+                prompt_ids=prompt,
+                params=job.params,
+                tenant=job.tenant,
+                salt=job.salt,
+                priority=job.priority,
+                arrival_s=job.arrival_s,
+            )
+            branches = [branch_id(session_id, k) for k in range(job.params.n)]
+            self._link.submit(record, self.inbox, branches, p * job.params.n)
+
+    @property
+    def done(self) -> bool:
+        return self._running == 0
+
+    async def next(self) -> list[tuple[int, Piece]]:
+        """The news since the last call, one piece per sample; empty when there is nothing to say for a while, or nothing left.
+
+        Raises a KilatError when the request failed as a whole: refused, its worker died, its reader is too slow, its time is over.
+        """
+        if self.done:
+            return []
+        pieces: dict[int, Piece] = {}
+        items = await self.inbox.take()
+        self.heard_at_s = self._clock()
+        for index, event in items:
+            if event.finish == "error":
+                raise from_peer(
+                    event.error_code or EngineError.code, event.error or "the engine failed on this request"
+                )
+            if event.finish == "abort":
+                raise from_peer("overloaded", "the server stopped this request; send it again", status=503)
+            piece = self._feed(index, event)
+            before = pieces.get(index)
+            pieces[index] = piece if before is None else before.joined(piece)
+        return list(pieces.items())
+
+    def _feed(self, index: int, event: SessionEvent) -> Piece:
+        if event.token_ids:
+            self.last_at_s = self.heard_at_s
+            if self.first_at_s is None:
+                self.first_at_s = self.last_at_s
+        p, k = divmod(index, self.job.params.n)
+        if k == 0:
+            self.cached_tokens += event.cached_tokens
+            if event.prompt_logprobs is not None:
+                self.prompt_logprobs[p] = event.prompt_logprobs
+        sample = self.samples[index]
+        piece = sample.feed(event)
+        if piece.finish is not None:
+            self._running -= 1
+            if sample.hit_stop_string:
+                self._link.stop_sample(self._ids[p], k, self.job.params.n)
+        return piece
+
+    def fail(self, error: KilatError) -> None:
+        """End the request from outside: deadline, disconnect, shutdown."""
+        self.inbox.fail(error)
+
+    def close(self) -> None:
+        """Stop in the worker what still runs and forget all sessions. Idempotent."""
+        self._link.release(self._ids, self.job.params.n)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(p) for p in self.job.prompts)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(s.output_ids) for s in self.samples)
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]], *, max_model_len: int, vocab_size: int, param: str
+) -> None:
+    """Raise LimitError for an empty or too long prompt or an unknown token id, before any of it travels to the worker."""
+    for prompt in prompts:
+        if not prompt:
+            raise LimitError("the prompt is empty: it must have at least one token", param=param)
+        if len(prompt) >= max_model_len:
+            raise LimitError(
+                f"the prompt has {len(prompt):,} tokens, this model's context {max_model_len:,} with at least one for the answer: "
+                "shorten it, or start the server with a larger --max-model-len",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            bad = next(i for i in prompt if not 0 <= i < vocab_size)
+            raise LimitError(f"the prompt has the token id {bad}, allowed 0 to {vocab_size - 1}", param=param)

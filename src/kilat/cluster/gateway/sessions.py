@@ -1,0 +1,158 @@
+"""Events of sessions on their way from the worker's link to the HTTP requests that wait for them. Pure: no socket, no clock.
+
+One :class:`Inbox` per HTTP request holds the news of all its samples, so a request is woken once per step. A :class:`SessionTable`
+routes events to inboxes and drops those of an old epoch, a repeated or missing sequence number, or nobody's session.
+"""
+
+import asyncio
+from collections.abc import Iterable
+
+from kilat.base.errors import CapacityError, KilatError, PeerError
+from kilat.wire.messages import SessionEvent
+
+Item = tuple[int, SessionEvent]
+
+
+class Inbox:
+    """Bounded buffer between the link (pushes) and one request (takes). Belongs to the event loop's thread.
+
+    ``max_tokens`` None means no bound. After :meth:`fail` the items that were there are still delivered, then the error is raised.
+    """
+
+    __slots__ = ("_error", "_items", "_max_tokens", "_nudged", "_tokens", "_waiter")
+
+    def __init__(self, max_tokens: int | None = None) -> None:
+        self._items: list[Item] = []
+        self._tokens = 0
+        self._max_tokens = max_tokens
+        self._error: KilatError | None = None
+        self._nudged = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def error(self) -> KilatError | None:
+        return self._error
+
+    def push(self, index: int, event: SessionEvent) -> bool:
+        """Add news of sample ``index``. False, and the inbox has failed, when its reader is too far behind."""
+        if self._error is not None:
+            return False
+        self._items.append((index, event))
+        self._tokens += len(event.token_ids)
+        if self._max_tokens is not None and self._tokens > self._max_tokens:
+            self.fail(
+                CapacityError(
+                    f"{self._tokens} tokens wait for this reader, limit {self._max_tokens}: read the stream faster",
+                    status=503,
+                )
+            )
+            return False
+        self._wake()
+        return True
+
+    def fail(self, error: KilatError) -> None:
+        """End the request with ``error`` after what is buffered; the first error wins."""
+        if self._error is None:
+            self._error = error
+        self._wake()
+
+    def nudge(self) -> None:
+        """Make a waiting :meth:`take` return an empty list, so that its stream can show a sign of life."""
+        if self._waiter is not None:
+            self._nudged = True
+            self._wake()
+
+    async def take(self) -> list[Item]:
+        """Everything since the last call, oldest first; waits when there is nothing. Raises the error it was failed with."""
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            if self._nudged:
+                self._nudged = False
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        items, self._items, self._tokens = self._items, [], 0
+        return items
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Slot:
+    """Where the events of one sample go, and which event is the next one in order."""
+
+    __slots__ = ("epoch", "inbox", "index", "next_seq")
+
+    def __init__(self, inbox: Inbox, index: int, epoch: int) -> None:
+        self.inbox = inbox
+        self.index = index
+        self.epoch = epoch
+        self.next_seq = 0
+
+
+class SessionTable:
+    """The sessions that wait for events, by branch id."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, _Slot] = {}
+        self.stale_events = 0
+        self.slow_readers = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, branch: str) -> bool:
+        return branch in self._slots
+
+    def add(self, branch: str, inbox: Inbox, index: int, epoch: int = 0) -> None:
+        """Route events of ``branch`` in ``epoch`` to ``inbox`` as sample ``index``."""
+        self._slots[branch] = _Slot(inbox, index, epoch)
+
+    def remove(self, branch: str) -> bool:
+        """Forget a branch; True when it was still waiting for events. Idempotent."""
+        return self._slots.pop(branch, None) is not None
+
+    def deliver(self, events: Iterable[SessionEvent]) -> list[str]:
+        """Route the events of one step. Returns branches to abort: their reader is too slow, or an event of them was lost."""
+        cut: list[str] = []
+        slots = self._slots
+        for event in events:
+            slot = slots.get(event.session_id)
+            if slot is None or event.epoch != slot.epoch or event.seq < slot.next_seq:
+                self.stale_events += 1
+                continue
+            if event.seq != slot.next_seq:
+                slot.inbox.fail(
+                    PeerError(
+                        "an event of this answer was lost between two processes; send the request again"
+                    )
+                )
+                cut.append(event.session_id)
+                continue
+            slot.next_seq += 1
+            if event.finish is not None:
+                del slots[event.session_id]
+            keeping_up = slot.inbox.error is None
+            if not slot.inbox.push(slot.index, event):
+                self.slow_readers += keeping_up
+                cut.append(event.session_id)
+        for branch in cut:
+            self.remove(branch)
+        return cut
+
+    def refuse(self, session_id: str, error: KilatError) -> None:
+        """The worker did not take this session."""
+        slot = self._slots.get(session_id)
+        if slot is not None:
+            slot.inbox.fail(error)
+
+    def fail_all(self, error: KilatError) -> None:
+        """Every session ends with ``error``: its worker is gone, or this process is about to be."""
+        slots, self._slots = self._slots, {}
+        for slot in slots.values():
+            slot.inbox.fail(error)

@@ -1,0 +1,181 @@
+"""The worker's loop: take messages, run a step, send its news.
+
+A session that cannot be taken is refused alone. An error in a step is the end of the process, for the engine's state is unknown.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from kilat.base.errors import CapacityError, EngineError, KilatError
+from kilat.base.ids import branch_id
+from kilat.base.log import event, get_logger
+from kilat.cluster.worker.beat import Pulse
+from kilat.cluster.worker.channel import Channel
+from kilat.wire.messages import Abort, Drain, Hello, Ping, Refused, SessionEvent, StepEvents, Submit, ToWorker
+from kilat.wire.session import SessionRecord
+
+IDLE_WAIT_S = 0.1
+STUCK_WAIT_S = 0.001
+SNAPSHOT_S = 0.2
+
+_log = get_logger("worker")
+
+
+class EngineFacts(Protocol):
+    """What the loop tells the gateway about the engine."""
+
+    @property
+    def model_id(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def n_pages(self) -> int: ...
+    @property
+    def eos_ids(self) -> Sequence[int]: ...
+    @property
+    def kernels(self) -> str: ...
+    @property
+    def ledger_bytes(self) -> dict[str, int]: ...
+
+
+class AnyEngine(Protocol):
+    """What the loop needs of ``kilat.engine.core.Engine``; the loop's thread owns it."""
+
+    @property
+    def info(self) -> EngineFacts: ...
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def step_count(self) -> int: ...
+
+    def submit(self, record: SessionRecord) -> None: ...
+    def abort(self, session_ids: Iterable[str]) -> list[SessionEvent]: ...
+    def step(self) -> list[SessionEvent]: ...
+    def counters(self) -> dict[str, float]: ...
+    def gauges(self) -> dict[str, float]: ...
+    def close(self) -> None: ...
+
+
+class WorkerLoop:
+    """Drives one engine until it is drained. ``pulse`` is kept up to date for the beat."""
+
+    def __init__(self, worker_id: str, engine: AnyEngine, channel: Channel, pulse: Pulse) -> None:
+        self._worker_id = worker_id
+        self._engine = engine
+        self._channel = channel
+        self._pulse = pulse
+        self._live: set[str] = set()
+        self._drain_until_s: float | None = None
+        self._snapshot_at_s = 0.0
+
+    def drain(self, deadline_s: float) -> None:
+        """Take no new sessions; :meth:`run` returns when the running ones have ended, which happens within ``deadline_s`` seconds.
+
+        May be called from a signal handler. A second call may only bring the end nearer.
+        """
+        until_s = time.monotonic() + deadline_s
+        self._drain_until_s = until_s if self._drain_until_s is None else min(until_s, self._drain_until_s)
+        self._pulse.draining = True
+
+    def run(self) -> None:
+        """Say hello, then serve until drained. Whatever a step raises is raised here."""
+        self._channel.send(self._hello())
+        self._snapshot()
+        event(_log, "ready", worker=self._worker_id)
+        wait_s = IDLE_WAIT_S
+        while not self._drained():
+            for message in self._channel.receive(wait_s):
+                self._handle(message)
+            wait_s = self._step() if self._engine.has_work else IDLE_WAIT_S
+            if time.monotonic() - self._snapshot_at_s > SNAPSHOT_S:
+                self._snapshot()
+
+    def _step(self) -> float:
+        """One step; returns how long the loop may wait for messages before the next."""
+        engine, pulse = self._engine, self._pulse
+        before = engine.step_count
+        pulse.busy = True
+        pulse.step_began_s = time.monotonic()
+        try:
+            events = engine.step()
+        finally:
+            pulse.step_began_s = None
+        pulse.step = engine.step_count
+        self._send_events(events)
+        if not engine.has_work:
+            pulse.busy = False
+            self._live.clear()
+        # Work that cannot go on yet (a grammar is being compiled): do not spin.
+        return 0.0 if events or engine.step_count != before else STUCK_WAIT_S
+
+    def _send_events(self, events: list[SessionEvent]) -> None:
+        if events:
+            self._live.difference_update(e.session_id for e in events if e.finish is not None)
+            self._channel.send(StepEvents(self._engine.step_count, events))
+
+    def _handle(self, message: ToWorker) -> None:
+        if isinstance(message, Submit):
+            self._submit(message.record)
+        elif isinstance(message, Abort):
+            self._send_events(self._engine.abort(message.session_ids))
+        elif isinstance(message, Drain):
+            self.drain(message.deadline_s)
+        elif isinstance(message, Ping):
+            self._snapshot()
+            self._channel.send(self._pulse.status())
+
+    def _submit(self, record: SessionRecord) -> None:
+        try:
+            if self._drain_until_s is not None:
+                raise CapacityError("the worker is shutting down: try again soon", status=503)
+            self._engine.submit(record)
+        except KilatError as e:
+            self._refuse(record, e)
+        except Exception:  # noqa: BLE001  (logged; only this session may fail)
+            _log.exception("a session could not be taken")
+            self._refuse(record, EngineError("the engine failed to take this request", code="internal_error"))
+        else:
+            self._live.update(branch_id(record.session_id, k) for k in range(record.params.n))
+
+    def _refuse(self, record: SessionRecord, e: KilatError) -> None:
+        self._channel.send(Refused(record.session_id, e.message, e.code, e.status, e.retryable, e.param))
+
+    def _drained(self) -> bool:
+        until_s = self._drain_until_s
+        if until_s is None:
+            return False
+        if not self._engine.has_work:
+            return True
+        if time.monotonic() < until_s:
+            return False
+        event(_log, "drain_deadline", aborted=len(self._live))
+        self._send_events(self._engine.abort(sorted(self._live)))
+        return True
+
+    def _snapshot(self) -> None:
+        """Copy the engine's numbers, which only this thread may ask for."""
+        self._snapshot_at_s = time.monotonic()
+        self._pulse.counters = self._engine.counters()
+        self._pulse.gauges = self._engine.gauges()
+
+    def _hello(self) -> Hello:
+        info = self._engine.info
+        return Hello(
+            worker_id=self._worker_id,
+            model_id=info.model_id,
+            max_model_len=info.max_model_len,
+            max_num_seqs=info.max_num_seqs,
+            vocab_size=info.vocab_size,
+            page_tokens=info.page_tokens,
+            n_pages=info.n_pages,
+            eos_ids=list(info.eos_ids),
+            kernels=info.kernels,
+            ledger_bytes=info.ledger_bytes,
+        )

@@ -1,0 +1,36 @@
+"""What supervisor and worker agree on: the file that a worker is started with, and the codes that it exits with."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+EXIT_STEP_FAILED = 70
+EXIT_START_FAILED = 71
+EXIT_ORPHAN = 75
+EXIT_BAD_CONFIG = 78  # starting again would fail again
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the gateway is, who this worker is, and the engine's settings as JSON that its factory reads."""
+
+    address: str
+    secret: str
+    worker_id: str
+    parent_pid: int
+    engine: msgspec.Raw
+    status_interval_s: float = 0.5
+    drain_s: float = 30.0
+
+
+def write_config(path: Path, config: WorkerConfig) -> None:
+    """Write a new file that only its owner can read, for it holds a secret."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
+        f.write(msgspec.json.encode(config))
+
+
+def take_config(path: Path) -> WorkerConfig:
+    """Read the file and delete it."""
+    data = path.read_bytes()
+    path.unlink()
+    return msgspec.json.decode(data, type=WorkerConfig)
