@@ -1,5 +1,7 @@
 """What every test gets: one marker that says what it needs, cheap tests first, and no deadline for hypothesis on a shared machine."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
@@ -8,6 +10,13 @@ NEEDS = ("logic", "cpu", "gpu", "multi_gpu", "cluster", "browser", "e2e")
 settings.register_profile("kilat", deadline=None, print_blob=True)
 settings.register_profile("kilat-ci", parent=settings.get_profile("ci"), deadline=None)
 settings.load_profile("kilat-ci" if settings.get_current_profile_name() == "ci" else "kilat")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m logic`` do not even import the files of other needs, for they import torch."""
+    if config.option.markexpr == "logic" and collection_path.name.startswith("test_"):
+        return True if "pytest.mark.logic" not in collection_path.read_text(encoding="utf-8") else None
+    return None
 
 
 @pytest.hookimpl(trylast=True)

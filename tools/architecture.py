@@ -217,7 +217,7 @@ def no_module_state(module: Module) -> Iterator[str]:
             yield f"{module.name}:{function.lineno}: global {', '.join(function.names)}"
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for node in ast.walk(function):
-                if (name := _changed_name(node)) in constants:
+                if isinstance(node, ast.Subscript | ast.Call) and (name := _changed_name(node)) in constants:
                     yield f"{module.name}:{node.lineno}: changes the constant {name}"
 
 
@@ -296,7 +296,7 @@ def _is_container(value: ast.expr) -> bool:
     )
 
 
-def _changed_name(node: ast.AST) -> str:
+def _changed_name(node: ast.Subscript | ast.Call) -> str:
     """The name that ``NAME[...] = x``, ``del NAME[...]`` or ``NAME.append(x)`` changes, or an empty string."""
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
         return _name(node.value)

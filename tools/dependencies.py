@@ -52,17 +52,16 @@ def bytes_without_torch() -> int:
 
 def licence(dist: str) -> str:
     """The licence that a package states, in a few words."""
-    about = metadata.metadata(dist)
-    classifiers = [
-        c.split(" :: ")[-1] for c in about.get_all("Classifier") or [] if c.startswith("License ::")
-    ]
-    stated = about.get("License-Expression") or ", ".join(classifiers) or about.get("License") or "not stated"
-    return stated.splitlines()[0]
+    about = metadata.metadata(dist).json  # keys in lower case, values as text or lists
+    classifiers = [c.split(" :: ")[-1] for c in about.get("classifier", []) if c.startswith("License ::")]
+    stated = about.get("license_expression") or ", ".join(classifiers) or about.get("license") or "not stated"
+    return str(stated).splitlines()[0]
 
 
 def main() -> int:
     """Print the table; return 1 when the budget is broken."""
-    names, have = direct(), set()
+    names = direct()
+    have: set[str] = set()
     print(f"{'package':<20}{'version':<14}{'MB':>7}{'with needs':>12}  licence")
     for name in sorted(names, key=lambda n: n == "torch"):
         needs = closure(name) - have
