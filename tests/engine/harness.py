@@ -3,6 +3,7 @@
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from kilat.base import metrics
 from kilat.engine.core import Engine, EngineInfo
 from kilat.engine.grammar import GrammarCompiler
 from kilat.engine.kv_memory import KvLayout, allocate_pool
@@ -105,5 +106,5 @@ def run(engine: Engine, records: list[SessionRecord]) -> dict[str, list[int]]:
         engine.submit(r)
     result = outputs(drain(engine))
     engine.scheduler.check()
-    assert engine.gauges()["pages_used"] == 0
+    assert engine.gauges()[metrics.PAGES_USED] == 0
     return result

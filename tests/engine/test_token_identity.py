@@ -4,11 +4,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kilat.base import metrics
+from kilat.base.hashing import branch_seed
 from kilat.wire.sampling import Grammar
 from tests.engine.harness import drain, make_engine, outputs, record, run, tiny_model
 
 pytestmark = pytest.mark.cpu
-QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +72,12 @@ def test_a_full_pool_preempts_and_the_preempted_session_goes_on_with_the_same_to
         alone |= run(make_engine(model), [job])
     engine = make_engine(model, n_pages=12, page_tokens=8)
     assert run(engine, jobs) == alone
-    assert engine.counters()["preemptions"] > 0
+    assert engine.counters()[metrics.PREEMPTIONS] > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("n_prompt", [1, 7, 8, 9, 17])
 def test_samples_of_one_prompt_equal_single_requests_with_their_seeds(model, n_prompt, depth):
-    from kilat.base.hashing import branch_seed
-
     prompt = list(range(40, 40 + n_prompt))
     engine = make_engine(model, depth=depth)
     together = run(engine, [record("s", prompt, n=4, temperature=1.0, seed=9)])
@@ -133,5 +133,5 @@ def test_aborted_neighbours_change_nothing(model):
         events += engine.abort([f"drop{i}"])
     events += drain(engine)
     assert outputs(events)["keep"] == alone
-    assert engine.gauges()["pages_used"] == 0
+    assert engine.gauges()[metrics.PAGES_USED] == 0
     engine.close()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from kilat.base import metrics
 from kilat.base.errors import EngineError, KilatError, RequestError
 from kilat.engine.grammar import COMPILE_LIMIT_S, GrammarCompiler, Matcher
 from kilat.engine.runner import Runner
@@ -184,16 +185,17 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """Numbers that only grow: the scheduler's, and seconds spent in steps, in runs and in the model."""
-        own = {
-            "step_seconds": self._step_s,
-            "run_seconds": self.runner.run_s,
-            "model_seconds": self.runner.model_s,
+        return {
+            **self.scheduler.counters(),
+            metrics.STEPS: float(self.step_count),
+            metrics.STEP_SECONDS: self._step_s,
+            metrics.RUN_SECONDS: self.runner.run_s,
+            metrics.MODEL_SECONDS: self.runner.model_s,
         }
-        return {**self.scheduler.counters(), "steps": float(self.step_count), **own}
 
     def gauges(self) -> dict[str, float]:
         """Numbers of this moment: the scheduler's, and sessions whose grammar is being compiled."""
-        return {**self.scheduler.gauges(), "compiling": float(len(self._compiling))}
+        return {**self.scheduler.gauges(), metrics.SESSIONS_COMPILING: float(len(self._compiling))}
 
 
 def _end(record: SessionRecord, finish: str, error: KilatError | None = None) -> SessionEvent:

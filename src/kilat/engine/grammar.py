@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from kilat.base.errors import RequestError
 from kilat.wire.sampling import Grammar
@@ -61,7 +61,7 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> "Matcher":
         try:
             text = _to_library(grammar)
-        except (ValueError, RecursionError) as e:
+        except (ValueError, RecursionError, GbnfToLarkError) as e:
             raise RequestError(
                 f"the {grammar.kind} grammar is not valid: {_short(str(e))}", param="grammar"
             ) from e
@@ -129,5 +129,6 @@ def _to_library(grammar: Grammar) -> str:
 
 
 def _short(message: str) -> str:
-    line = " ".join(message.split())
+    # the library appends its parser's state, which is of no use to a client
+    line = " ".join(message.split("<state>")[0].split())
     return line if len(line) <= 300 else line[:297] + "..."
