@@ -1,0 +1,105 @@
+"""The inner loop that both attention kernels share: online softmax over tiles of keys that lie in pages."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kilat.ops.batch import StepBatch
+
+LOG2E = 1.4426950408889634
+EXACT_SPLIT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One attention call as both kernels see it; ``out`` [T, Hq, D] is written.
+
+    ``few`` is the most tokens of a row that the split kernel takes; rows with more go to the block kernel.
+    """
+
+    q: Tensor
+    kv: Tensor
+    out: Tensor
+    batch: StepBatch
+    scale: float
+    window: int
+    few: int
+    exact: bool
+
+    @property
+    def n_kv(self) -> int:
+        return self.kv.shape[3]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.q.shape[1] // self.n_kv
+
+    @property
+    def group_pad(self) -> int:
+        return triton.next_power_of_2(self.group)
+
+
+@triton.jit
+def attend(
+    acc, top, total, q, position, first, last, table_ptr, k_ptr, page_stride, kv_stride, scale,
+    PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Keys first .. last - 1 (first a multiple of TILE) for queries q [M, D_PAD] at ``position`` [M]; none sees a key past last - 1.
+
+    State: acc [M, D_PAD] fp32 weighted sum, top [M] maximum score so far, total [M] sum of weights; scores are in powers of two.
+    Without MASK ``last`` is a multiple of TILE and every key is visible to every query.
+    """
+    d = tl.arange(0, D_PAD)
+    # page ids are fetched one tile ahead: the loads of K and V then depend on registers only and can run several tiles ahead
+    page = _pages(table_ptr, first, last, PAGE, TILE)
+    for start in tl.range(first, last, TILE, num_stages=STAGES):
+        at = start + tl.arange(0, TILE)
+        place = page.to(tl.int64) * page_stride + (at % PAGE) * TOKEN_STRIDE
+        page = _pages(table_ptr, start + TILE, last, PAGE, TILE)
+        if MASK or D_PAD != D:
+            # past kv_len a page holds anything, NaN included: zero it, since 0 * NaN would reach the sum
+            k = tl.load(k_ptr + place[None, :] + d[:, None], mask=(at[None, :] < last) & (d[:, None] < D), other=0.0)
+        else:
+            k = tl.load(k_ptr + place[None, :] + d[:, None])
+        s = tl.dot(q, k, input_precision="ieee") * scale
+        if MASK:
+            seen = (at[None, :] <= position[:, None]) & (at[None, :] < last)
+            if WINDOW > 0:
+                seen = seen & (at[None, :] > position[:, None] - WINDOW)
+            s = tl.where(seen, s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        # a query that has seen no key yet keeps top = -inf; 0 stands in so that no inf - inf appears
+        base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASK else new_top
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        if MASK or D_PAD != D:
+            v = tl.load(k_ptr + kv_stride + place[:, None] + d[None, :], mask=(at[:, None] < last) & (d[None, :] < D), other=0.0)
+        else:
+            v = tl.load(k_ptr + kv_stride + place[:, None] + d[None, :])
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _pages(table_ptr, start, last, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Page of each token start .. start + TILE - 1; page 0 for those at or past ``last``."""
+    at = start + tl.arange(0, TILE)
+    return tl.load(table_ptr + at // PAGE, mask=at < last, other=0)
+
+
+@triton.jit
+def merge(acc, top, total, part, part_top, part_total):
+    """Adds a later cut of the keys to the running state; in this order and with these roundings everywhere."""
+    new_top = tl.maximum(top, part_top)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    old, new = tl.exp2(top - base), tl.exp2(part_top - base)
+    acc = tl.math.fma(part, new[:, None] + tl.zeros_like(part), acc * old[:, None])
+    total = tl.math.fma(part_total, new, total * old)
+    return acc, new_top, total

@@ -1,0 +1,38 @@
+"""Attention kernels against the torch reference, over mixed steps, windows and head shapes; and bitwise independence of the batch."""
+
+import pytest
+import torch
+
+from kilat.ops import attention as reference
+from kilat.ops.triton.attention import attention, attention_exact
+from tests.ops.triton.steps import Shape, error, pool, step
+
+LIMIT = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+STEPS = {
+    "decode": ([1, 1, 1, 1], [1, 17, 300, 64]),
+    "one long row": ([1], [900]),
+    "mixed": ([1, 40, 1, 3, 23], [130, 40, 5, 290, 300]),
+    "one chunk after a prefix": ([33], [333]),
+    "a few tokens each": ([4, 2, 3], [4, 260, 129]),
+}
+SHAPES = [Shape(), Shape(n_q=3, n_kv=1), Shape(n_q=14, n_kv=2, dim=48, page_tokens=32), Shape(n_q=4, n_kv=4, dim=128)]
+
+
+@pytest.mark.parametrize("run", [attention, attention_exact])
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_equals_the_reference(device, half, shape, name, run):
+    for dtype, window in ((torch.float32, 0), (half, 0), (torch.float32, 50)):
+        batch = step(*STEPS[name], shape, device)
+        kv = pool(batch, shape, dtype)
+        q = torch.randn(len(batch.positions), shape.n_q, shape.dim).to(device, dtype)
+        scale = shape.dim**-0.5
+        expected = reference.attention(q.cpu().double(), kv.cpu().double(), _on_cpu(batch), scale=scale, window=window)
+        got = run(q, kv, batch, scale=scale, window=window)
+        assert got.shape == expected.shape and got.dtype == dtype
+        assert error(got, expected) < LIMIT[dtype]
+
+
+def _on_cpu(batch):
+    fields = {f: getattr(batch, f) for f in batch.__slots__}
+    return type(batch)(**{k: v.cpu() if torch.is_tensor(v) else v for k, v in fields.items()})
