@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import torch
 
@@ -43,9 +44,15 @@ def choose_pages(layout: KvLayout, *, asked_bytes: int | None, sessions: int, ma
 
 
 def allocate_pool(layout: KvLayout, n_pages: int, device: torch.device) -> torch.Tensor:
-    """[pages, layers, 2, page_tokens, kv_heads, head_dim]; zeroed lazily by the system, so pages that are never used cost nothing."""
+    """[pages, layers, 2, page_tokens, kv_heads, head_dim] of zeros. On the CPU the system maps it lazily: unused pages cost nothing.
+
+    ``torch.zeros`` would write all of it, seconds for a large pool; numpy asks the system for memory that is zero already.
+    """
     shape = (n_pages, layout.layers, 2, layout.page_tokens, layout.kv_heads, layout.head_dim)
-    return torch.zeros(shape, dtype=layout.dtype, device=device)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=layout.dtype, device=device)
+    words = np.zeros(n_pages * layout.page_bytes // 2, np.int16)
+    return torch.from_numpy(words).view(layout.dtype).view(shape)
 
 
 class Ledger:
