@@ -46,11 +46,12 @@ Script = Callable[[dict[str, Any], int], Action]
 
 @dataclass
 class FakeServer:
-    """``script(body, nth)`` decides about the nth POST (from 0). ``bodies`` are all POSTs, ``keys`` their Authorization headers."""
+    """``script(body, nth)`` decides about the nth POST (from 0). ``bodies`` are all POSTs. ``deaf``: GETs get no answer."""
 
     script: Script = lambda body, nth: None
     model: str = MODEL
     key: str | None = None
+    deaf: bool = False
     bodies: list[dict[str, Any]] = field(default_factory=list)
     hung_up: threading.Event = field(default_factory=threading.Event)
     url: str = ""
@@ -95,7 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if self.path == "/health/ready":
+        if self.fake.deaf:
+            self.close_connection = True
+        elif self.path == "/health/ready":
             self._json(200, {"status": "ready"})
         elif self.fake.key and self.headers.get("authorization") != f"Bearer {self.fake.key}":
             self._fail(Fail(401, "wrong key", "invalid_api_key"))
@@ -103,7 +106,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(200, {"object": "list", "data": [{"id": self.fake.model, "object": "model"}]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        length = int(self.headers["content-length"])
+        data = self.rfile.read(length)
+        if len(data) < length:  # the client was killed while it sent
+            return
+        body = json.loads(data)
         action = self.fake.script(body, self.fake.count(body))
         if isinstance(action, Fail):
             self._fail(action)

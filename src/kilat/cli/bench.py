@@ -8,9 +8,10 @@ from dataclasses import asdict
 
 from kilat.base.errors import ConfigError, EngineError
 from kilat.cli import load
+from kilat.cli.fetch import fetch
 from kilat.cli.measures import Sample, Summary, poisson_arrivals, spread, summarize
 from kilat.cli.options import engine_options
-from kilat.cli.progress import RowBar, TransferBar
+from kilat.cli.progress import RowBar
 from kilat.cli.report import Subject, envelope, print_table, write_json
 from kilat.cli.server import Target, check_target, model_of, target
 from kilat.cli.workload import Request, fresh, random_requests, read_dataset
@@ -37,7 +38,8 @@ def _throughput(args: argparse.Namespace) -> int:
         raise ConfigError("got no model: name one (kilat model list shows some)")
     requests = _requests(args)
     rounds: list[Summary] = []
-    with LLM(name, progress=TransferBar(), **engine_options(args)) as llm:
+    fetch(name)
+    with LLM(name, **engine_options(args)) as llm:
         info = llm.engine.info
         subject = Subject(name, "cpu", info.dtype, torch.get_num_threads(), info.kernels)
         for r in range(-1, args.repeat):

@@ -53,7 +53,7 @@ class Journal:
     def append(self, row: dict[str, Any]) -> None:
         """Add a finished row (with ``custom_id`` and ``error``). It survives a kill of this process at once, and a loss of power
         after :meth:`sync`. Raises KilatError when the disk refuses it; the file then ends with the row before."""
-        data = msgspec.json.encode(row) + b"\n"
+        data = _line(row)
         at = 0
         try:
             while at < len(data):
@@ -109,6 +109,18 @@ def open_journal(path: Path, identity: Identity, *, write: WriteAll = os.write) 
         os.close(fd)
         raise
     return Journal(path, done, failed, size - keep, fd, keep, keep, write)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    """One line of JSON, also for readers that take U+0085, U+2028 and U+2029 for ends of lines (Python's str.splitlines)."""
+    data = msgspec.json.encode(row)
+    for raw, escaped in (
+        (b"\xc2\x85", b"\\u0085"),
+        (b"\xe2\x80\xa8", b"\\u2028"),
+        (b"\xe2\x80\xa9", b"\\u2029"),
+    ):
+        data = data.replace(raw, escaped)
+    return data + b"\n"
 
 
 def _open(path: Path) -> int:

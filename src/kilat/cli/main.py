@@ -152,6 +152,7 @@ def _run(parser: Parser) -> None:
     )
     add(
         "output",
+        type=output_file,
         metavar="OUT.jsonl",
         help="finished rows; OUT.jsonl.journal beside it says what they belong to",
     )

@@ -23,10 +23,16 @@ PLAIN_INTERVAL_S = 5.0
 
 
 class TransferBar:
-    """Bytes of a download or a load: amount, rate and time left. ``start`` may be called again for the next file."""
+    """Bytes of a download: amount, rate and time left; a context manager. ``start`` may be called again for the next file."""
 
     def __init__(self) -> None:
         self._bar = _Bar((DownloadColumn(binary_units=True), TransferSpeedColumn()), "bytes")
+
+    def __enter__(self) -> "TransferBar":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.finish()
 
     def start(self, label: str, total_bytes: int) -> None:
         self._bar.start(label, total_bytes, 0)

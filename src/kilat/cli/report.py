@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -52,15 +53,19 @@ def write_json(path: Path | None, document: dict[str, Any]) -> None:
         path.write_bytes(text + b"\n")
 
 
-def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """A table on standard output; the first column is text, the others are numbers."""
+def print_table(
+    title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], *, n_text: int = 1
+) -> None:
+    """A table on standard output; the first ``n_text`` columns are text, the others are numbers."""
     console = Console()
-    table = Table(title=title, title_justify="left")
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+        table.add_column(name, justify="left" if i < n_text else "right", overflow="fold")
     for line in lines:
         table.add_row(*line)
-    console.print(table, width=None if console.is_terminal else PLAIN_WIDTH)
+    console.print(table)
 
 
 def _rounded(value: Any) -> Any:

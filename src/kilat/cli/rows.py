@@ -60,7 +60,7 @@ def _row(line: bytes, n: int, path: Path) -> Row | None:
         return None
     try:
         fields = msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except (msgspec.MsgspecError, RecursionError) as e:
         raise _bad(path, n, f"not a JSON object ({e})") from e
     custom_id = fields.pop("custom_id", f"line-{n}")
     if not isinstance(custom_id, str) or not custom_id:

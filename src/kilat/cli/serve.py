@@ -1,23 +1,23 @@
 """`kilat serve MODEL`: resolve the model, then hand over to cluster/launch."""
 
 import argparse
+from pathlib import Path
 
 from kilat.base import log
+from kilat.cli.fetch import fetch
 from kilat.cli.options import engine_options, read_keys
-from kilat.cli.progress import TransferBar
 from kilat.cluster.config import ServeConfig, check
 from kilat.cluster.launch import serve
 from kilat.engine.config import EngineConfig
-from kilat.load.sources import ModelFiles, resolve
+from kilat.load.files import ModelFiles
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status of the deployment."""
     log.setup("serve")
-    files = ModelFiles("hf", args.model, args.model)
-    check(_config(args, files))  # a wrong option must not cost a download
-    files = resolve(args.model, TransferBar())
-    return serve(_config(args, files))
+    # a wrong option must not cost a download
+    check(_config(args, ModelFiles("hf", Path(args.model), args.model)))
+    return serve(_config(args, fetch(args.model)))
 
 
 def _config(args: argparse.Namespace, files: ModelFiles) -> ServeConfig:

@@ -2,8 +2,9 @@
 
 import argparse
 import asyncio
+import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,18 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
 
-import httpx
-
 from kilat.base import env
 from kilat.base.errors import ConfigError, PeerError
 from kilat.cli.client import Client
+from kilat.cli.fetch import fetch
 from kilat.cli.options import engine_argv
-from kilat.cli.progress import TransferBar, spinner
-from kilat.load.sources import resolve
+from kilat.cli.progress import spinner
 
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 15.0
 SERVED_NAME = "kilat"
+LOG_BYTES = 1 << 20
+_READY = re.compile(r"^ready: .* at (http://\S+)/v1", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def target(args: argparse.Namespace) -> Iterator[Target]:
         yield asyncio.run(_given(args.url, model, args.api_key))
         return
     assert model is not None
-    resolve(model, TransferBar())  # download here, where the progress can be seen
+    fetch(model)  # download here, where the progress can be seen
     command = [
         sys.executable,
         "-m",
@@ -91,12 +92,12 @@ def target(args: argparse.Namespace) -> Iterator[Target]:
     with spinner(f"starting {model}"):
         server = ChildServer(command)
         try:
-            server.wait_ready(START_TIMEOUT_S)
+            url = server.wait_ready(START_TIMEOUT_S)
         except BaseException:
             server.stop()
             raise
     try:
-        yield Target(server.url, SERVED_NAME, model, child=server)
+        yield Target(url, SERVED_NAME, model, child=server)
     finally:
         server.stop()
 
@@ -115,18 +116,15 @@ async def _given(url: str, model: str | None, api_key: str | None) -> Target:
 
 
 class ChildServer:
-    """A server in a child process, on a free port of loopback. It stops when this process ends, however that happens.
+    """A server in a child process. It stops when this process ends, however that happens: its standard input is a pipe that closes then.
 
-    ``command`` gets ``--port N`` added. Its standard input is a pipe that closes with this process; its output goes to a file that
-    is only read when it fails.
+    ``command`` must print ``ready: ... at URL/v1`` when it serves. Its output goes to a file that is shown only when it fails.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
         self._process = subprocess.Popen(
-            [*command, "--port", str(port)],
+            command,
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=self._log,
@@ -138,22 +136,22 @@ class ChildServer:
     def pid(self) -> int:
         return self._process.pid
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Return when ``/health/ready`` answers 200. Raises PeerError with the end of the child's output when it exits or is late."""
+    def wait_ready(self, timeout_s: float) -> str:
+        """The server's URL, once it serves. Raises PeerError with the end of its output when it exits or is late."""
         deadline = time.monotonic() + timeout_s
-        with httpx.Client(base_url=self.url, trust_env=False, timeout=5.0) as http:
-            while time.monotonic() < deadline:
-                self.require_running()
-                if _ready(http):
-                    return
-                time.sleep(0.05)
-        raise PeerError(f"the server was not ready after {timeout_s:g} s: {self._tail()}")
+        while time.monotonic() < deadline:
+            found = _READY.search(self._output())
+            if found:
+                return found[1]
+            self.require_running()
+            time.sleep(0.02)
+        raise PeerError(f"the server was not ready after {timeout_s:g} s: {self._last_words()}")
 
     def require_running(self) -> None:
         """Raise PeerError, with the end of the child's output, when it has exited."""
         status = self._process.poll()
         if status is not None:
-            raise PeerError(f"the server exited with status {status}: {self._tail()}")
+            raise PeerError(f"the server exited with status {status}: {self._last_words()}")
 
     def stop(self) -> None:
         """Ask the child to stop, then make it. Idempotent."""
@@ -168,20 +166,10 @@ class ChildServer:
             self._process.stdin.close()
         self._log.close()
 
-    def _tail(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode("utf-8", "replace").strip().splitlines()
+    def _output(self) -> str:
+        # not with seek: the child writes at the offset that the two share
+        return os.pread(self._log.fileno(), LOG_BYTES, 0).decode("utf-8", "replace")
+
+    def _last_words(self) -> str:
+        lines = self._output().strip().splitlines()
         return " | ".join(lines[-3:]) or "it said nothing"
-
-
-def _ready(http: httpx.Client) -> bool:
-    try:
-        return http.get("/health/ready").status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

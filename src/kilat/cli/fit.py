@@ -1,0 +1,92 @@
+"""Predicts the memory that serving a model takes, by owner, from its headers and the engine's own choices. Loads no weights."""
+
+import math
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from kilat.cli.machine import Machine
+from kilat.engine.build import (
+    DEFAULT_STEP_TOKENS,
+    choose_dtype,
+    choose_max_model_len,
+    kv_layout,
+)
+from kilat.engine.config import EngineConfig
+from kilat.engine.kv_memory import choose_pages
+from kilat.load.config import read_config as read_raw_config
+from kilat.load.files import ModelFiles
+from kilat.load.weights import open_weights
+from kilat.models.registry import read_config
+from kilat.nn.decoder import DecoderConfig
+from kilat.ops.kernels import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A prediction. ``ledger_bytes`` by owner: weights, pages, workspace, processes. ``kv_tokens``: what all pages hold together."""
+
+    dtype: str
+    max_model_len: int
+    kv_tokens: int
+    kv_token_bytes: int
+    ledger_bytes: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.ledger_bytes.values())
+
+    def fits(self, free_bytes: int) -> bool:
+        """Whether everything together fits into ``free_bytes``."""
+        return self.total_bytes <= free_bytes
+
+
+def predict(files: ModelFiles, settings: EngineConfig, chosen: Kernels, machine: Machine) -> Fit:
+    """The ledger of an engine with these settings. Raises ConfigError or ModelFileError when the engine could not be built."""
+    raw = read_raw_config(files)
+    decoder = read_config(raw)
+    dtype = choose_dtype(settings.dtype, raw)
+    max_model_len = choose_max_model_len(settings.max_model_len, decoder.max_positions)
+    layout = kv_layout(decoder, settings.page_tokens, dtype)
+    n_pages = choose_pages(
+        layout,
+        asked_bytes=settings.kv_cache_bytes,
+        sessions=settings.max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    with open_weights(files) as weights:
+        values = sum(math.prod(shape) for shape in weights.shapes().values())
+    if decoder.tied and not chosen.name.endswith("reference"):
+        values += (
+            decoder.vocab_size * decoder.hidden
+        )  # packed for the output head, beside the table of the embedding
+    ledger = {
+        "weights": values * dtype.itemsize,
+        "pages": n_pages * layout.page_bytes,
+        "workspace": _workspace_bytes(decoder, settings, dtype),
+        "processes": _process_bytes(),
+    }
+    return Fit(
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=max_model_len,
+        kv_tokens=n_pages * settings.page_tokens,
+        kv_token_bytes=layout.page_bytes // settings.page_tokens,
+        ledger_bytes=ledger,
+    )
+
+
+def _workspace_bytes(decoder: DecoderConfig, settings: EngineConfig, dtype: torch.dtype) -> int:
+    """Activations that live at once in the widest layer of a full step, and the sampler's copies of the logits (fp32)."""
+    tokens = settings.max_step_tokens or max(DEFAULT_STEP_TOKENS, settings.max_num_seqs)
+    a = decoder.attention[0]
+    wide = max((a.n_q + 2 * a.n_kv) * a.head_dim + a.n_q * a.head_dim, 3 * decoder.inner)
+    activations = tokens * (3 * decoder.hidden + wide) * dtype.itemsize
+    logits = settings.max_num_seqs * decoder.vocab_size * (dtype.itemsize + 2 * 4)
+    return activations + logits
+
+
+def _process_bytes() -> int:
+    """This process holds what a worker holds before it loads (Python, torch, kilat); the gateway is about a third of it."""
+    rss: int = psutil.Process().memory_info().rss
+    return rss + rss // 3
