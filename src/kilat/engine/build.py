@@ -43,11 +43,12 @@ def build_engine(
     taken, with its bytes (a progress bar). Raises ConfigError, ModelFileError.
     """
     threads = config.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
     files = ModelFiles(kind=config.model_kind, path=Path(config.model_path), name=config.model_id)  # type: ignore[arg-type]
     raw = read_raw_config(files)
     generation = read_generation(files)
     chosen = choose_kernels(config.kernels, threads)
+    # the native set has threads of its own; between its ops torch does little, and OpenMP barriers on busy cores cost milliseconds
+    torch.set_num_threads(threads if chosen.name == "torch-reference" else 1)
     dtype = choose_dtype(config.dtype, raw)
     decoder = read_config(raw)
     max_model_len = choose_max_model_len(config.max_model_len, decoder.max_positions)
