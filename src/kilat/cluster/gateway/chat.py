@@ -7,7 +7,7 @@ from kilat.cluster.gateway.chat_format import ChatStream, ChatWhole, Choice, Fra
 from kilat.cluster.gateway.generation import check_prompts
 from kilat.cluster.gateway.limits import read_json_body
 from kilat.cluster.gateway.params import chat_params, forces_call, offered_tools
-from kilat.cluster.gateway.prompt import ChatPrompt, PromptBuilder
+from kilat.cluster.gateway.prompt import ChatPrompt, Dialogue, PromptBuilder
 from kilat.cluster.gateway.protocol import ChatRequest, parse
 from kilat.cluster.gateway.serving import gateway_of
 from kilat.text.message import MessageParser
@@ -20,23 +20,27 @@ async def chat_completions(request: Request) -> EventStream | WholeAnswer:
     """Handler of the route."""
     gateway = gateway_of(request)
     hello, builder = gateway.admit()
-    ask = parse(await read_json_body(request), ChatRequest)
+    body = await read_json_body(request)
+    ask = parse(body, ChatRequest)
     gateway.check_model(ask.model)
     params = chat_params(ask, vocab_size=hello.vocab_size)
     tools = offered_tools(ask)
-    prompt = await builder.chat(
-        ask.messages,
-        tools,
+    talk = Dialogue(
+        messages=ask.messages,
+        tools=tools,
         add_generation_prompt=ask.add_generation_prompt is not False,
         add_special=ask.add_special_tokens is True,
         arguments=ask.chat_template_kwargs or {},
     )
+    prompt = await builder.chat(talk, size_bytes=len(body))
     check_prompts(
         [prompt.ids], max_model_len=hello.max_model_len, vocab_size=hello.vocab_size, param="messages"
     )
     generation = gateway.start(request, [prompt.ids], params, ask, prefix="chatcmpl")
     n = len(generation.samples)
-    choices = [Choice(_parser(ask, builder, prompt, f"{generation.request_id}:{k}")) for k in range(n)]
+    choices = [
+        Choice(_parser(ask, bool(tools), builder, prompt, f"{generation.request_id}:{k}")) for k in range(n)
+    ]
     frame = Frame(gateway.config.served_model_name, gateway.fingerprint, generation, builder.tokenizer)
     if ask.stream:
         include_usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
@@ -46,11 +50,12 @@ async def chat_completions(request: Request) -> EventStream | WholeAnswer:
     )
 
 
-def _parser(ask: ChatRequest, builder: PromptBuilder, prompt: ChatPrompt, seed: str) -> MessageParser | None:
+def _parser(
+    ask: ChatRequest, tools: bool, builder: PromptBuilder, prompt: ChatPrompt, seed: str
+) -> MessageParser | None:
     """What finds thoughts and calls in the text of one sample; None where there cannot be any."""
     if forces_call(ask):
         return MessageParser(FORCED_CALL_STYLE, tools=True, seed=seed)
-    tools = bool(offered_tools(ask))
     if not builder.thinks and not (tools and builder.style):
         return None
     return MessageParser(builder.style, tools=tools, thinking=prompt.thinking, seed=seed)

@@ -17,6 +17,8 @@ from kilat.cluster.gateway.prompt import PromptBuilder, split_prompts
 from kilat.cluster.gateway.protocol import CompletionRequest, parse
 from kilat.cluster.gateway.sample import Piece
 from kilat.cluster.gateway.serving import gateway_of
+from kilat.text.detokenize import StreamDetokenizer
+from kilat.wire.messages import TokenLogprob
 
 MAX_SESSIONS = 1024
 
@@ -61,11 +63,13 @@ class TextForm:
         self.generation = frame.generation
         self._echo = bool(ask.echo)
         self._echoes = echoes
+        # Special tokens that were put around a text are not in the text that is repeated.
+        self._from_text = bool(split_prompts(ask.prompt)[0])
         self._logprobs = ask.logprobs is not None
         self._scoring = self._echo and ask.max_tokens == 0
         n_samples = len(frame.generation.samples)
         self._begun = [False] * n_samples
-        self._offsets = [0] * n_samples
+        self._n_told = [0] * n_samples
 
     @property
     def plain(self) -> bool:
@@ -74,7 +78,8 @@ class TextForm:
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any] | None:
         """The choice that tells ``piece``, or None when there is nothing to tell."""
-        text, logprobs = ("", ()) if self._scoring else (piece.text, piece.logprobs)
+        logprobs: Sequence[TokenLogprob] = () if self._scoring else piece.logprobs
+        text = "" if self._scoring else piece.text
         told = self._told(index, logprobs)
         if not self._begun[index]:
             self._begun[index] = True
@@ -89,19 +94,28 @@ class TextForm:
             "stop_reason": self.generation.samples[index].stop_reason,
         }
 
-    def _told(self, index: int, logprobs: Sequence[Any]) -> dict[str, Any] | None:
+    def _told(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """The logprobs of these output tokens; of the prompt's tokens too when it is repeated and this is the first piece."""
         if not self._logprobs:
             return None
-        ids = None
-        tokens = list(logprobs)
+        p = index // self.generation.job.params.n
+        at = self._n_told[index]
+        self._n_told[index] += len(logprobs)
+        ids = [t.token_id for t in logprobs]
+        tokens: list[TokenLogprob | None] = list(logprobs)
+        before = len(self._echoes[p])
+        offsets = [before + o for o in self.generation.samples[index].text_offsets[at : at + len(ids)]]
         if self._echo and not self._begun[index]:
-            p = index // self.generation.job.params.n
-            ids = self.generation.job.prompts[p]
-            tokens = [*(self.generation.prompt_logprobs[p] or []), *tokens]
-        told = text_logprobs(self.frame.tokenizer, tokens, ids=ids, offset=self._offsets[index])
-        if told["tokens"]:
-            self._offsets[index] = told["text_offset"][-1] + len(told["tokens"][-1])
-        return told
+            prompt = self.generation.job.prompts[p]
+            ids = [*prompt, *ids]
+            tokens = [*(self.generation.prompt_logprobs[p] or [None] * len(prompt)), *tokens]
+            offsets = [*self._prompt_offsets(prompt), *offsets]
+        return text_logprobs(self.frame.tokenizer, ids, tokens, offsets)
+
+    def _prompt_offsets(self, prompt: Sequence[int]) -> Sequence[int]:
+        detokenizer = StreamDetokenizer(self.frame.tokenizer, skip_special=self._from_text)
+        detokenizer.push(prompt)
+        return detokenizer.text_offsets
 
     @property
     def output_tokens(self) -> int:

@@ -34,29 +34,24 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list[
 
 def text_logprobs(
     tokenizer: Tokenizer,
+    ids: Sequence[int],
     tokens: Sequence[TokenLogprob | None],
-    *,
-    ids: Sequence[int] | None = None,
-    offset: int = 0,
+    offsets: Sequence[int],
 ) -> dict[str, Any]:
-    """``choices[].logprobs`` of a text completion. ``offset``: characters of text before the first token.
+    """``choices[].logprobs`` of a text completion; the first token of a prompt has no logprob (None).
 
-    The first token of a prompt has no entry (None); ``ids`` then says which token it is.
+    ``offsets`` say where in the choice's text each token begins, in characters.
     """
-    texts, logprobs, tops, offsets = [], [], [], []
-    for k, t in enumerate(tokens):
-        token_id = t.token_id if t is not None else (ids or [])[k]
-        text = tokenizer.token_str(token_id)
-        texts.append(text)
-        offsets.append(offset)
-        offset += len(text)
-        logprobs.append(_finite(t.logprob) if t is not None else None)
-        tops.append(
-            {tokenizer.token_str(i): _finite(p) for i, p in (*t.top, (t.token_id, t.logprob))}
-            if t is not None
-            else None
-        )
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+    return {
+        "tokens": [tokenizer.token_str(i) for i in ids],
+        "token_logprobs": [_finite(t.logprob) if t is not None else None for t in tokens],
+        "top_logprobs": [_by_text(tokenizer, t) if t is not None else None for t in tokens],
+        "text_offset": list(offsets),
+    }
+
+
+def _by_text(tokenizer: Tokenizer, t: TokenLogprob) -> dict[str, float]:
+    return {tokenizer.token_str(i): _finite(p) for i, p in (*t.top, (t.token_id, t.logprob))}
 
 
 def prompt_logprobs(

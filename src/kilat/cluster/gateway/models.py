@@ -8,6 +8,7 @@ from starlette.responses import Response
 from kilat.base.errors import RequestError
 from kilat.cluster.gateway.errors import json_response
 from kilat.cluster.gateway.limits import read_json_body
+from kilat.cluster.gateway.prompt import Dialogue
 from kilat.cluster.gateway.protocol import DetokenizeRequest, TokenizeRequest, parse
 from kilat.cluster.gateway.serving import Gateway, gateway_of
 
@@ -39,25 +40,26 @@ async def tokenize(request: Request) -> Response:
     """Token ids of a text or of a rendered conversation, in vLLM's shape."""
     gateway = gateway_of(request)
     hello, builder = gateway.admit()
-    ask = parse(await read_json_body(request), TokenizeRequest)
+    body = await read_json_body(request)
+    ask = parse(body, TokenizeRequest)
     gateway.check_model(ask.model)
     if (ask.prompt is None) == (ask.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if ask.prompt is not None:
         ids = (await builder.texts([ask.prompt], add_special=ask.add_special_tokens is not False))[0]
     else:
-        rendered = await builder.chat(
-            ask.messages or [],
-            ask.tools or [],
+        talk = Dialogue(
+            messages=ask.messages or [],
+            tools=ask.tools or [],
             add_generation_prompt=ask.add_generation_prompt is not False,
             add_special=ask.add_special_tokens is True,
             arguments=ask.chat_template_kwargs or {},
         )
-        ids = rendered.ids
-    body: dict[str, Any] = {"count": len(ids), "max_model_len": hello.max_model_len, "tokens": ids}
+        ids = (await builder.chat(talk, size_bytes=len(body))).ids
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": hello.max_model_len, "tokens": ids}
     if ask.return_token_strs:
-        body["token_strs"] = [builder.tokenizer.token_str(i) for i in ids]
-    return json_response(body)
+        answer["token_strs"] = [builder.tokenizer.token_str(i) for i in ids]
+    return json_response(answer)
 
 
 async def detokenize(request: Request) -> Response:

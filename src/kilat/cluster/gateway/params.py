@@ -34,7 +34,7 @@ def chat_params(request: ChatRequest, *, vocab_size: int) -> SamplingParams:
     max_tokens = getattr(request, name)
     if max_tokens is not None and max_tokens < 1:
         raise LimitError(f"{name} is {max_tokens}, allowed 1 or more", param=name)
-    forced = tool_grammar(request)
+    forced = tool_grammar(request) if offered_tools(request) else None
     grammar = output_grammar(request)
     if forced is not None and grammar is not None:
         raise RequestError(
@@ -193,9 +193,16 @@ def _schema(schema: Any, name: str) -> str:
     return msgspec.json.encode(schema).decode()
 
 
-def offered_tools(request: ChatRequest) -> list[Tool]:
+def _tools(request: ChatRequest) -> list[Tool]:
+    try:
+        return msgspec.convert(request.tools or [], list[Tool])
+    except msgspec.ValidationError as e:
+        raise RequestError(f"tools: {e}", param="tools") from e
+
+
+def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
     """The tools that the model may call; none when ``tool_choice`` is ``none``. Checks tools and tool_choice."""
-    tools = request.tools or []
+    tools = _tools(request)
     choice = request.tool_choice
     if len(tools) > MAX_TOOLS:
         raise LimitError(f"{len(tools)} tools, at most {MAX_TOOLS}", param="tools")
@@ -215,7 +222,7 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
         )
     if choice in ("auto", "required") and not tools:
         raise RequestError(f"tool_choice is {choice} but there are no tools", param="tool_choice")
-    return [] if choice == "none" else tools
+    return [] if choice == "none" else request.tools or []
 
 
 def forces_call(request: ChatRequest) -> bool:
@@ -228,7 +235,7 @@ def tool_grammar(request: ChatRequest) -> Grammar | None:
     if not forces_call(request):
         return None
     choice = request.tool_choice
-    tools = offered_tools(request)
+    tools = _tools(request)
     if isinstance(choice, NamedTool):
         tools = [t for t in tools if t.function.name == choice.function.name]
     definitions: dict[str, Any] = {}

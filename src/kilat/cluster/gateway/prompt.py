@@ -5,22 +5,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
 from kilat.base.errors import LimitError, RequestError
-from kilat.cluster.gateway.protocol import MAX_MESSAGES, MAX_PROMPTS, Message, Tool
+from kilat.cluster.gateway.protocol import MAX_PROMPTS
 from kilat.text.message import OPEN_THINK, detect_style, opens_thinking
 from kilat.text.template import ChatTemplate
 from kilat.text.tokenizer import Tokenizer
 
-INLINE_CHARS = 4096
+INLINE_BYTES = 4096
 MAX_TEMPLATE_ARGUMENTS = 32
 MAX_TEMPLATE_TEXT = 1024
-ROLES = ("system", "developer", "user", "assistant", "tool")
-# What the renderer itself passes to a template.
-RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "bos_token", "eos_token"))
-
 _T = TypeVar("_T")
+
+
+class Dialogue(NamedTuple):
+    """What is rendered: messages and tools as in OpenAI's API, ``arguments`` for the template besides."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    add_generation_prompt: bool
+    add_special: bool
+    arguments: dict[str, Any]
 
 
 class ChatPrompt(NamedTuple):
@@ -47,37 +51,32 @@ class PromptBuilder:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def run(self, size_chars: int, work: Callable[[], _T]) -> _T:
+    async def run(self, size_bytes: int, work: Callable[[], _T]) -> _T:
         """``work()``, here when its input is short, else in the pool."""
-        if size_chars <= INLINE_CHARS:
+        if size_bytes <= INLINE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        *,
-        add_generation_prompt: bool,
-        add_special: bool,
-        arguments: dict[str, Any],
-    ) -> ChatPrompt:
-        """A conversation as the model reads it. Raises RequestError for messages that no template takes, or this one does not."""
+    async def chat(self, talk: Dialogue, *, size_bytes: int) -> ChatPrompt:
+        """A conversation as the model reads it; ``size_bytes`` of the request decides where the work is done.
+
+        Raises RequestError for messages that no template takes, or this one does not.
+        """
         template = self.template
         if template is None:
             raise RequestError("this model has no chat template: use /v1/completions", param="messages")
-        _check_arguments(arguments)
-        plain = plain_messages(messages)
-        offered = [plain_tool(t) for t in tools]
+        _check_arguments(talk.arguments)
 
         def work() -> ChatPrompt:
             text = template.render(
-                plain, tools=offered or None, add_generation_prompt=add_generation_prompt, extra=arguments
+                talk.messages,
+                tools=talk.tools or None,
+                add_generation_prompt=talk.add_generation_prompt,
+                extra=talk.arguments,
             )
-            return ChatPrompt(self.tokenizer.encode(text, add_special=add_special), opens_thinking(text))
+            return ChatPrompt(self.tokenizer.encode(text, add_special=talk.add_special), opens_thinking(text))
 
-        size = sum(len(m["content"] or "") for m in plain) + 256 * len(plain) + 1024 * len(offered)
-        return await self.run(size, work)
+        return await self.run(size_bytes, work)
 
     async def texts(self, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
         """Token ids of each text."""
@@ -104,70 +103,6 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> tuple[list[str],
     raise RequestError("the prompt mixes texts and token ids", param="prompt")
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: text parts joined, arguments of calls as objects. Raises RequestError."""
-    if not messages:
-        raise RequestError("messages is empty: send at least one", param="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise LimitError(f"{len(messages)} messages, at most {MAX_MESSAGES}", param="messages")
-    return [_plain_message(m) for m in messages]
-
-
-def _plain_message(m: Message) -> dict[str, Any]:
-    if m.role not in ROLES:
-        raise RequestError(
-            f"a message has the role {m.role[:32]!r}; use {', '.join(ROLES)}", param="messages"
-        )
-    if m.content is None and not m.tool_calls:
-        raise RequestError(f"a {m.role} message has no content", param="messages")
-    out: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role, "content": _text_of(m)}
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        value = getattr(m, name)
-        if value is not None:
-            out[name] = value
-    if m.tool_calls:
-        out["tool_calls"] = [
-            {
-                "id": c.id,
-                "type": "function",
-                "function": {"name": c.function.name, "arguments": _arguments(c.function.arguments)},
-            }
-            for c in m.tool_calls
-        ]
-    return out
-
-
-def _text_of(m: Message) -> str:
-    if m.content is None or isinstance(m.content, str):
-        return m.content or ""
-    for part in m.content:
-        if part.type != "text" or part.text is None:
-            raise RequestError(
-                f"a message part has the type {part.type[:32]!r}, supported: text", param="messages"
-            )
-    return "".join(part.text or "" for part in m.content)
-
-
-def _arguments(text: str) -> Any:
-    try:
-        value = msgspec.json.decode(text) if text.strip() else {}
-    except msgspec.DecodeError as e:
-        raise RequestError(f"the arguments of a tool call are not valid JSON: {e}", param="messages") from e
-    if not isinstance(value, dict):
-        raise RequestError("the arguments of a tool call are not a JSON object", param="messages")
-    return value
-
-
-def plain_tool(tool: Tool) -> dict[str, Any]:
-    """A tool as templates expect it, with the fields that the client sent."""
-    f = tool.function
-    function: dict[str, Any] = {"name": f.name}
-    if f.description is not None:
-        function["description"] = f.description
-    function["parameters"] = f.parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
-
-
 def _check_arguments(arguments: dict[str, Any]) -> None:
     if len(arguments) > MAX_TEMPLATE_ARGUMENTS:
         raise LimitError(
@@ -175,12 +110,8 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
             param="chat_template_kwargs",
         )
     for name, value in arguments.items():
-        if not name.isidentifier() or name.startswith("_") or name in RESERVED or len(name) > 64:
-            raise RequestError(
-                f"chat_template_kwargs has the name {name[:64]!r}", param="chat_template_kwargs"
-            )
-        if isinstance(value, str) and len(value) > MAX_TEMPLATE_TEXT:
+        if len(name) > MAX_TEMPLATE_TEXT or (isinstance(value, str) and len(value) > MAX_TEMPLATE_TEXT):
             raise LimitError(
-                f"chat_template_kwargs.{name} has {len(value)} characters, at most {MAX_TEMPLATE_TEXT}",
+                f"chat_template_kwargs.{name[:64]} has more than {MAX_TEMPLATE_TEXT} characters",
                 param="chat_template_kwargs",
             )

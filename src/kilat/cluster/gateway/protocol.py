@@ -13,7 +13,6 @@ from kilat.base.errors import LimitError, RequestError
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
-MAX_MESSAGES = 4096
 MAX_TOOLS = 256
 MAX_PROMPTS = 256
 
@@ -109,33 +108,6 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] | None = None
 
 
-class Part(msgspec.Struct, frozen=True):
-    type: str
-    text: str | None = None
-
-
-class FunctionCall(msgspec.Struct, frozen=True):
-    name: str
-    arguments: str = "{}"
-
-
-class ToolCall(msgspec.Struct, frozen=True):
-    function: FunctionCall
-    id: str | None = None
-    type: str = "function"
-
-
-class Message(msgspec.Struct, frozen=True):
-    """One message; fields that clients send back from answers (``refusal``, ``annotations`` ...) are ignored."""
-
-    role: str
-    content: str | list[Part] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-
 class Function(msgspec.Struct, frozen=True):
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
     description: str | None = None
@@ -160,8 +132,8 @@ class NamedTool(msgspec.Struct, frozen=True):
 class ChatRequest(Common, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
-    tools: list[Tool] | None = None
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
     tool_choice: str | NamedTool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
@@ -183,8 +155,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
@@ -233,12 +205,12 @@ def _check_names(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> 
 
 
 def _explain(text: str) -> RequestError:
-    if "missing required field" in text:
-        name = text.split("`")[1]
-        return RequestError(f"{name}: this field is required", param=name, code="missing_field")
     found = _PLACE.search(text)
     where = found.group(1) if found else ""
     what = _PLACE.sub("", text)
-    if not where:
-        return RequestError(f"the body: {what}")
-    return RequestError(f"{where}: {what}", param=where.split("[")[0].split(".")[0], code="invalid_type")
+    field = where.split("[")[0].split(".")[0]
+    if "missing required field" in what:
+        name = what.split("`")[1]
+        place = f"{where}.{name}" if where else name
+        return RequestError(f"{place}: this field is required", param=field or name, code="missing_field")
+    return RequestError(f"{where or 'the body'}: {what}", param=field or None, code="invalid_type")

@@ -49,6 +49,11 @@ class Sample:
         self.stop_reason: str | int | None = None
         self.hit_stop_string = False
 
+    @property
+    def text_offsets(self) -> Sequence[int]:
+        """Where in this sample's text each output token begins, in characters."""
+        return self._detokenizer.text_offsets
+
     def feed(self, event: SessionEvent) -> Piece:
         """Take one event. Events after the end give empty pieces."""
         if self.finish is not None:

@@ -1,0 +1,40 @@
+"""The tiny model, and servers that are real processes with the fake engine."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import Served
+from tiny_model import TinyFiles, write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyFiles:
+    """Files of the tiny model."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory, tiny: TinyFiles) -> Iterator[Served]:
+    """A server with default settings for tests that leave it as they found it."""
+    server = Served(tmp_path_factory.mktemp("server"), tiny.path)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def start(tmp_path: Path, tiny: TinyFiles) -> Iterator[Callable[..., Served]]:
+    """Starts servers of one test with its own settings."""
+    running: list[Served] = []
+
+    def make(**options: Any) -> Served:
+        folder = tmp_path / f"server{len(running)}"
+        folder.mkdir()
+        server = Served(folder, options.pop("model_path", tiny.path), **options)
+        running.append(server)
+        return server
+
+    yield make
+    for server in running:
+        server.stop()

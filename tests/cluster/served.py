@@ -1,0 +1,103 @@
+"""Starts a gateway with a fake worker as real processes, and looks inside them from outside."""
+
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+HERE = Path(__file__).parent
+START_S = 60.0
+
+
+class Served:
+    """One server. ``url`` is known once it is ready; ``stop()`` must be called."""
+
+    def __init__(self, folder: Path, model_path: Path, *, wait: bool = True, **options: Any) -> None:
+        self.folder = folder
+        self.log_path = folder / "log"
+        settings = folder / "options.json"
+        settings.write_text(json.dumps({"model_path": str(model_path), **options}))
+        self._log = self.log_path.open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "serve_fake.py"), str(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, "KILAT_LOG": "info"},
+        )
+        self.url = ""
+        if wait:
+            try:
+                self.wait_ready()
+            except BaseException:
+                self.stop()
+                raise
+
+    def wait_ready(self) -> None:
+        line = self._line(START_S)
+        found = re.search(r"http://\S+?(?=/v1)", line)
+        assert found, f"no ready line but {line!r}; log:\n{self.log()}"
+        self.url = found.group()
+
+    def _line(self, timeout_s: float) -> str:
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            assert selector.select(timeout_s), f"no output within {timeout_s} s; log:\n{self.log()}"
+        return self.process.stdout.readline().decode()
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def worker_pid(self) -> int:
+        """Pid of the youngest worker."""
+        return int(re.findall(r"worker_started pid=(\d+)", self.log())[-1])
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        assert found, f"{name} is not in\n{text}"
+        return float(found.group(1))
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code."""
+        return self.process.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Make it end, whatever state it is in."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._log.close()
+
+
+def eventually(condition: Callable[[], bool], what: str, *, timeout_s: float = 20.0) -> None:
+    """Wait until ``condition()`` holds; fails the test with ``what`` when it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
