@@ -31,6 +31,7 @@ struct Table;
 struct Scratch {
   void *data = nullptr;
   size_t bytes = 0;
+  uint64_t holds = 0;  // what an op has left in it for its next unit, or 0; scratch_get forgets it
 };
 
 struct Context {
@@ -39,6 +40,7 @@ struct Context {
   int threads;
   Scratch *worker;  // [threads], each touched by its own thread only
   Scratch shared;   // touched before and between jobs only
+  uint64_t products = 0;  // calls of linear so far
 };
 
 // At least `bytes` of 64-byte aligned memory that stays until the next larger request; nullptr when memory is exhausted.

@@ -21,6 +21,7 @@ struct kilat_linear {
 namespace kilat {
 
 void *scratch_get(Scratch *s, size_t bytes) {
+  s->holds = 0;
   if (bytes <= s->bytes) return s->data;
   size_t size = (bytes + bytes / 4 + 4095) & ~size_t(4095);
   void *p = nullptr;

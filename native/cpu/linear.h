@@ -12,9 +12,12 @@ struct TileArgs {
   int64_t out_stride;
   const float *bias;
   int columns;  // columns of the tile that exist
+  // What this tile fetches ahead, a little at every step, and how far it moves per step.
+  const char *ahead;
+  int64_t ahead_step;
 };
 
-enum { ROW_BLOCK = 64, PREFETCH_BYTES = 1024, STEP_BYTES = PANEL * 4, PANEL_VECTORS = PANEL / W };
+enum { ROW_BLOCK = 64, AHEAD_BYTES = 1024, STEP_BYTES = PANEL * 4, PANEL_VECTORS = PANEL / W };
 
 template <class S, class T, int MR, int NV>
 static void tile(const TileArgs &t) {
@@ -22,14 +25,18 @@ static void tile(const TileArgs &t) {
   clear(acc);
   const char *a = t.a, *b = t.b;
   int64_t panel_bytes = t.panel_bytes;
+  const char *ahead = t.ahead;
   for (int64_t s = 0; s < t.steps; s++) {
     S::template step<MR, NV>(
         acc, [a](int part, int i) { return a + (part * MR + i) * 4; },
         [b, panel_bytes](int j) { return b + (j / PANEL_VECTORS) * panel_bytes + (j % PANEL_VECTORS) * W * 4; });
-    if (MR <= WIDE_ROWS) {
+    if (NV * W > PANEL / 2 && MR <= WIDE_ROWS) {
 #pragma GCC unroll 4
       for (int j = 0; j < NV; j += 64 / (W * 4))
-        __builtin_prefetch(b + (j / PANEL_VECTORS) * panel_bytes + (j % PANEL_VECTORS) * W * 4 + PREFETCH_BYTES);
+        __builtin_prefetch(b + (j / PANEL_VECTORS) * panel_bytes + (j % PANEL_VECTORS) * W * 4 + AHEAD_BYTES);
+    } else {
+      __builtin_prefetch(ahead, 0, 2);
+      ahead += t.ahead_step;
     }
     a += S::PARTS * MR * 4;
     b += STEP_BYTES;
@@ -99,6 +106,7 @@ struct LinearJob {
   T *out;
   int row_blocks, column_blocks;
   int64_t elements;
+  uint64_t id;
   bool failed;
 };
 
@@ -113,15 +121,21 @@ static void linear_unit(void *raw, int unit, int worker) {
   int block = unit / job->column_blocks, part = unit % job->column_blocks;
   int64_t first = job->rows * block / job->row_blocks, last = job->rows * (block + 1) / job->row_blocks;
   int rows = int(last - first), tiles = rows <= WIDE_ROWS ? 1 : tiles_of(rows);
-  float *packed = static_cast<float *>(scratch_get(&job->c->worker[worker], size_t(job->elements + W) * 4 * (rows + W)));
-  if (!packed) {
-    job->failed = true;
-    return;
+  Scratch *scratch = &job->c->worker[worker];
+  uint64_t holds = job->id << 20 | uint64_t(block + 1);
+  if (scratch->holds != holds) {
+    float *out = static_cast<float *>(scratch_get(scratch, size_t(job->elements + W) * 4 * (rows + W)));
+    if (!out) {
+      job->failed = true;
+      return;
+    }
+    for (int t = 0; t < tiles; t++) {
+      int r0 = rows * t / tiles, r1 = rows * (t + 1) / tiles;
+      pack_rows<S>(job->x + (first + r0) * job->stride, job->stride, r1 - r0, w->k, job->elements, out + r0 * job->elements);
+    }
+    scratch->holds = holds;
   }
-  for (int t = 0; t < tiles; t++) {
-    int r0 = rows * t / tiles, r1 = rows * (t + 1) / tiles;
-    pack_rows<S>(job->x + (first + r0) * job->stride, job->stride, r1 - r0, w->k, job->elements, packed + r0 * job->elements);
-  }
+  const float *packed = static_cast<const float *>(scratch->data);
   int64_t panel = w->panels * part / job->column_blocks, panel_end = w->panels * (part + 1) / job->column_blocks;
   int64_t column = panel * PANEL, end = panel_end * PANEL;
   while (column < end) {
@@ -136,6 +150,10 @@ static void linear_unit(void *raw, int unit, int worker) {
       args.out = job->out + (first + r0) * w->n + column;
       args.out_stride = w->n;
       args.bias = w->bias ? w->bias + column : nullptr;
+      // A tile of a long block fetches its share of the next columns, a lone tile what it needs soon itself.
+      int64_t column_bytes = w->panel_bytes / tiles;
+      args.ahead = tiles > 1 ? args.b + w->panel_bytes + t * column_bytes : args.b + AHEAD_BYTES;
+      args.ahead_step = STEP_BYTES / tiles;
       args.columns = w->n - column < PANEL * 4 ? int(w->n - column) : PANEL * 4;
       (wide ? pick_tile<S, T, WIDE_ROWS, WIDE_VECTORS>(r1 - r0) : pick_tile<S, T, TALL_ROWS, TALL_VECTORS>(r1 - r0))(args);
     }
@@ -143,14 +161,28 @@ static void linear_unit(void *raw, int unit, int worker) {
   }
 }
 
+// Into how many ranges the panels are cut: the number at which the busiest thread has least to do if all are equally fast; of
+// several such, the largest, so that a thread that is held up leaves the rest to the others.
+static inline int column_blocks_of(const Context *c, const Linear *w, int row_blocks, int64_t rows) {
+  if (c->threads == 1) return 1;
+  // Nanoseconds of one panel: its bytes at about 25 GB/s, or its products at about 200 GFLOP/s. No unit below 2 us.
+  int64_t read_ns = w->panel_bytes / 25, compute_ns = rows * w->k * PANEL / 100;
+  int64_t most = w->panels * (read_ns > compute_ns ? read_ns : compute_ns) / 2000 + 1;
+  if (most > c->threads * 8) most = c->threads * 8;
+  if (most > w->panels) most = w->panels;
+  int64_t best = 1, best_span = w->panels * ((row_blocks + c->threads - 1) / c->threads);
+  for (int64_t n = 2; n <= most; n++) {
+    int64_t span = (row_blocks * n + c->threads - 1) / c->threads * ((w->panels + n - 1) / n);
+    if (span <= best_span) best = n, best_span = span;
+  }
+  return int(best);
+}
+
 template <class T>
 static int linear_of(Context *c, const Linear *w, const T *x, int64_t stride, int64_t rows, T *out) {
-  LinearJob<T> job = {c, w, x, stride, rows, out, 1, 1, w->steps * SchemeOf<T>::Linear::PARTS, false};
+  LinearJob<T> job = {c, w, x, stride, rows, out, 1, 1, w->steps * SchemeOf<T>::Linear::PARTS, ++c->products, false};
   job.row_blocks = int((rows + ROW_BLOCK - 1) / ROW_BLOCK);
-  // Nanoseconds of one panel: its bytes at about 25 GB/s, or its products at about 200 GFLOP/s.
-  int64_t read_ns = w->panel_bytes / 25, compute_ns = (rows < ROW_BLOCK ? rows : int64_t(ROW_BLOCK)) * w->k * PANEL / 100;
-  int parts = blocks_of(c, w->panels, read_ns > compute_ns ? read_ns : compute_ns);
-  job.column_blocks = (parts + job.row_blocks - 1) / job.row_blocks;
+  job.column_blocks = column_blocks_of(c, w, job.row_blocks, rows < ROW_BLOCK ? rows : int64_t(ROW_BLOCK));
   pool_run(c->pool, job.row_blocks * job.column_blocks, linear_unit<T>, &job);
   return job.failed ? -1 : 0;
 }
