@@ -93,6 +93,7 @@ class FakeRunner:
         if row.session_id in self.failing:
             self.failing.remove(row.session_id)
             result.failed[i] = "logits are not finite"
+            self.last[row.session_id] = 0  # a PENDING row may follow; its result is dropped
             return
         for _ in range(self.burst(row.session_id)):
             token = next_token(context, state.seed)
@@ -115,8 +116,16 @@ class FakeRunner:
 class Rig:
     """A scheduler and a fake runner with up to ``depth`` steps in flight; ``output`` and ``finish`` gather what the events say."""
 
-    def __init__(self, *, model_id: str = "fake", burst: Callable[[str], int] = lambda _: 1, **config: object) -> None:
-        defaults = {"n_pages": 64, "page_tokens": 4, "max_model_len": 128, "max_num_seqs": 8, "max_step_tokens": 32}
+    def __init__(
+        self, *, model_id: str = "fake", burst: Callable[[str], int] = lambda _: 1, **config: object
+    ) -> None:
+        defaults = {
+            "n_pages": 64,
+            "page_tokens": 4,
+            "max_model_len": 128,
+            "max_num_seqs": 8,
+            "max_step_tokens": 32,
+        }
         self.config = SchedulerConfig(**{**defaults, **config})
         self.scheduler = Scheduler(self.config, model_id=model_id, eos_ids=[EOS])
         self.runner = FakeRunner(self.config.n_pages, self.config.page_tokens, burst)
@@ -165,6 +174,8 @@ class Rig:
 
     def step(self) -> StepPlan | None:
         """Plan a step and commit one when enough are in flight (or nothing can be planned)."""
+        if len(self.in_flight) == self.config.depth:
+            self.commit()
         plan = self.plan()
         if self.in_flight and (plan is None or len(self.in_flight) == self.config.depth):
             self.commit()

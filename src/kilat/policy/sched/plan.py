@@ -6,7 +6,9 @@ from kilat.wire.messages import TokenLogprob
 from kilat.wire.sampling import SamplingParams
 
 PENDING = -1
-"""Token id of a decode row whose input is still being computed by the step before: the runner puts the id it sampled there."""
+"""Token id of a decode row whose input is still being computed by the step before: the runner puts the id it sampled there.
+
+When that row failed or was stopped without a token, there is none; then any valid id will do, because the result will be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class StepResult:
 
     ``token_ids[i]`` are the accepted output ids of row ``i`` (empty when it does not sample; more than one with speculation).
     ``logprobs[i]`` goes with them when the session asked. ``prompt_logprobs[i]`` covers the prompt tokens at positions
-    ``start + 1 ... start + n``. ``stopped`` rows are ended by a grammar that allows nothing more. ``failed[i]`` is the reason that
+    ``start + 1 ... min(start + n, n_prompt - 1)``. ``stopped`` rows are ended by a grammar that allows nothing more. ``failed[i]`` is the reason that
     row failed alone (bad grammar state, non-finite logits); the other rows are good.
     """
 

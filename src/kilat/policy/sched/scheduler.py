@@ -28,6 +28,8 @@ from kilat.wire.messages import SessionEvent, TokenLogprob
 from kilat.wire.sampling import MAX_SAMPLES
 from kilat.wire.session import SessionRecord
 
+MAX_TOKEN_ID = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
@@ -188,6 +190,8 @@ class Scheduler:
         stopped = i in result.stopped
         if not ids and not stopped:
             raise EngineError("no token was sampled")
+        if any(type(token) is not int or not 0 <= token <= MAX_TOKEN_ID for token in ids):
+            raise EngineError("a sampled id is no token id")
         if s.n_flight and len(ids) > 1:
             raise EngineError("more than one token was sampled while the next step was planned for one")
         taken, finish, stop_id = s.take_output(ids)

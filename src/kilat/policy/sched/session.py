@@ -32,7 +32,7 @@ class State(Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Session:
     """One sample of a request. Made by door.py, changed by roster.py (state, pages), draft.py (n_planned) and scheduler.py (the rest).
 
