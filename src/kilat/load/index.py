@@ -115,7 +115,8 @@ def _links(client: httpx.Client, page: str) -> Mapping[str, str]:
     with client.stream("GET", page, headers={"Accept": accept}) as response:
         if response.status_code == 404:
             return {}
-        response.raise_for_status()
+        if response.status_code != 200:  # raise_for_status would show the URL, which may hold a password
+            raise httpx.RemoteProtocolError(f"HTTP status {response.status_code}")
         raw = bytearray()
         for chunk in response.iter_bytes():
             raw += chunk

