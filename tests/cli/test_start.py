@@ -1,5 +1,6 @@
 """`kilat --help` is quick, needs no heavy package, and the commands that talk to servers do without torch."""
 
+import re
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kilat
+from kilat.cli.machine import source_sha
 
 pytestmark = pytest.mark.cluster
 
@@ -55,3 +57,12 @@ def test_script_and_module_are_the_same_program() -> None:
     for command in ([str(script)], [sys.executable, "-m", "kilat.cli"]):
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout == f"kilat {kilat.__version__}\n"
+
+
+def test_commit_is_that_of_a_checkout_and_none_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sha = source_sha()
+    assert sha is None or re.fullmatch(r"[0-9a-f]{12}\+?", sha)
+    monkeypatch.setattr(kilat, "__file__", str(tmp_path / "src" / "kilat" / "__init__.py"))
+    assert source_sha() is None

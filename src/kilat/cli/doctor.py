@@ -114,7 +114,7 @@ def _model(name: str, settings: EngineConfig, chosen: Kernels, machine: Machine)
     except KilatError as e:
         _show([Finding(name, "cannot be served", e.message)])
         return 1
-    _show(fit_findings(name, fit, machine))
+    _show(fit_findings(files.name, fit, machine))
     return 0 if fit.fits(machine.free_bytes) else 1
 
 

@@ -61,23 +61,25 @@ async def stream_one(client: Client, model: str, request: Request, due_s: float 
     sent = time.perf_counter()
     due = sent if due_s is None else due_s
     times: list[float] = []
-    usage = None
+    usage = finished = None
     try:
         async for chunk in client.stream(COMPLETIONS, body):
-            # Tokens that are half a character carry no text yet; they count when their text comes.
             if chunk.text or chunk.reasoning:
                 times.append(chunk.at_s)
+            if chunk.finish is not None:
+                finished = chunk.at_s
             usage = chunk.usage or usage
     except KilatError as e:
         return Sample(due, sent, time.perf_counter(), tuple(times), error=f"{e.code}: {e.message}")
     done = time.perf_counter()
-    if not times:
-        return Sample(due, sent, done, error="empty: the answer has no text")
-    if usage is None:
-        return Sample(due, sent, done, tuple(times), output_tokens=len(times))
-    return Sample(
-        due, sent, done, tuple(times), usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
-    )
+    n_tokens = usage.completion_tokens if usage is not None else len(times)
+    if n_tokens == 0:
+        return Sample(due, sent, done, error="empty: the answer has no tokens")
+    if n_tokens > len(times):
+        # Special tokens and halves of characters have no text of their own; the last of them was there at the end.
+        times.append(finished or done)
+    n_input, n_cached = (usage.prompt_tokens, usage.cached_tokens) if usage is not None else (0, 0)
+    return Sample(due, sent, done, tuple(times), n_input, n_tokens, n_cached)
 
 
 def _client(server: Target, connections: int) -> Client:

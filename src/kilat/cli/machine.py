@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def source_sha() -> str | None:
 
 
 def _git(root: Path, *args: str) -> str | None:
-    if not any((Path(p) / "git").exists() for p in os.defpath.split(os.pathsep)):
+    if shutil.which("git") is None:
         return None
     done = subprocess.run(
         ["git", "-C", str(root), *args], capture_output=True, text=True, timeout=30, check=False
