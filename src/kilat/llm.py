@@ -84,7 +84,7 @@ class LLM:
                 f"{len(many)} prompts but {len(each)} sampling parameters; give one, or one each",
                 param="params",
             )
-        jobs = [self._job(p, s) for p, s in zip(many, each)]  # type: ignore[arg-type]
+        jobs = [self._job(p, s) for p, s in zip(many, each)]
         owner = {
             branch_id(j.record.session_id, k): (i, k)
             for i, j in enumerate(jobs)

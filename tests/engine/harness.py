@@ -41,7 +41,9 @@ def tiny_model(name: str = "llama", kernels: Kernels | None = None, vocab_size: 
     return tiny.kilat_model(reference, kernels or reference_kernels.reference())
 
 
-def make_engine(model, *, n_pages=64, page_tokens=8, step_tokens=64, seqs=8, depth=1, cache=True, grammar=False) -> Engine:
+def make_engine(
+    model, *, n_pages=64, page_tokens=8, step_tokens=64, seqs=8, depth=1, cache=True, grammar=False
+) -> Engine:
     """An engine over ``model`` with a pool of ``n_pages``."""
     a = model.config.attention[0]
     layout = KvLayout(len(model.layers), page_tokens, a.n_kv, a.head_dim, torch.float32)
@@ -58,11 +60,20 @@ def make_engine(model, *, n_pages=64, page_tokens=8, step_tokens=64, seqs=8, dep
     )
     scheduler = Scheduler(config, model_id="tiny", eos_ids=(EOS,))
     grammars = GrammarCompiler(byte_tokenizer_json(), model.config.vocab_size, (EOS,)) if grammar else None
-    sampler = Sampler(model.config.vocab_size, (EOS,))
+    sampler = Sampler(model.kernels, (EOS,))
     pool = allocate_pool(layout, n_pages, torch.device("cpu"))
     runner = Runner(model, pool, page_tokens, sampler, grammars.ready if grammars else None)
     info = EngineInfo(
-        "tiny", max_len, seqs, model.config.vocab_size, page_tokens, n_pages, (EOS,), "float32", "reference", {}
+        "tiny",
+        max_len,
+        seqs,
+        model.config.vocab_size,
+        page_tokens,
+        n_pages,
+        (EOS,),
+        "float32",
+        "reference",
+        {},
     )
     return Engine(info, scheduler, runner, grammars, depth=depth)
 
@@ -91,7 +102,9 @@ def outputs(events: list[SessionEvent]) -> dict[str, list[int]]:
     for e in events:
         assert e.session_id not in ended, f"{e.session_id} has news after its end"
         if e.session_id in seen:
-            assert e.seq == seen[e.session_id] + 1, f"{e.session_id}: event {e.seq} after {seen[e.session_id]}"
+            assert e.seq == seen[e.session_id] + 1, (
+                f"{e.session_id}: event {e.seq} after {seen[e.session_id]}"
+            )
         seen[e.session_id] = e.seq
         out.setdefault(e.session_id, []).extend(e.token_ids)
         if e.finish is not None:

@@ -46,7 +46,12 @@ def walk(matcher, text, alphabet):
         (Grammar("regex", "[0-9]{3}"), "123"),
         (Grammar("choice", '["yes", "no \\"x\\""]'), 'no "x"'),
         (Grammar("json_object"), '{"a":[1,2]}'),
-        (Grammar("json_schema", '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}'), '{"n":42}'),
+        (
+            Grammar(
+                "json_schema", '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}'
+            ),
+            '{"n":42}',
+        ),
         (Grammar("ebnf", 'start: "a" "b"+'), "abb"),
         (Grammar("ebnf", 'root ::= "x" [0-9]'), "x7"),
     ],

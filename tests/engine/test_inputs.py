@@ -19,7 +19,9 @@ def test_every_token_gets_its_position_and_its_slot(shapes, page_tokens):
     rows, used = [], 0
     for i, (start, n, sample, prompt) in enumerate(shapes):
         n_pages = -(-(start + n) // page_tokens)
-        rows.append(Row(f"s{i}", start, list(range(100, 100 + n)), list(range(used, used + n_pages)), sample, prompt))
+        rows.append(
+            Row(f"s{i}", start, list(range(100, 100 + n)), list(range(used, used + n_pages)), sample, prompt)
+        )
         used += n_pages
     batch = build_batch(rows, page_tokens, CPU)
     at, wanted = 0, []
@@ -30,7 +32,10 @@ def test_every_token_gets_its_position_and_its_slot(shapes, page_tokens):
             position = row.start + j
             assert batch.token_ids[at + j] == token
             assert batch.positions[at + j] == position
-            assert batch.slots[at + j] == row.pages[position // page_tokens] * page_tokens + position % page_tokens
+            assert (
+                batch.slots[at + j]
+                == row.pages[position // page_tokens] * page_tokens + position % page_tokens
+            )
         if row.prompt_logprobs:
             wanted += range(at, at + row.n_tokens)
         elif row.sample:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kilat.engine.sampler import Sampler
+from kilat.ops import kernels
 from kilat.policy.sched.plan import Admitted, Row
 from kilat.wire.sampling import SamplingParams
 
@@ -14,7 +15,7 @@ EOS = 9
 
 def sample(logits, prompt=(1, 2), output=(), start=None, **params):
     """Result of one row with these logits."""
-    sampler = Sampler(VOCAB, (EOS,))
+    sampler = Sampler(kernels.reference(), (EOS,))
     p = SamplingParams(**{"temperature": 0.0, "seed": 1, **params})
     sampler.admit(Admitted("s", [*prompt, *output], len(prompt), p, 1), None)
     row = Row("s", len(prompt) + len(output) - 1 if start is None else start, [0], [0], sample=True)
@@ -52,7 +53,7 @@ def test_frequency_penalty_counts_every_occurrence():
 
 
 def test_penalties_hear_of_tokens_sampled_since_admission():
-    sampler = Sampler(VOCAB, (EOS,))
+    sampler = Sampler(kernels.reference(), (EOS,))
     p = SamplingParams(temperature=0.0, presence_penalty=1.0)
     sampler.admit(Admitted("s", [1], 1, p, 1), None)
     logits = torch.tensor([ramp(i5=2.0, i3=1.5)])
@@ -72,7 +73,7 @@ def test_end_and_stop_ids_are_forbidden_before_min_tokens_only():
 
 
 def test_a_row_that_is_not_finite_fails_alone():
-    sampler = Sampler(VOCAB, (EOS,))
+    sampler = Sampler(kernels.reference(), (EOS,))
     for name in ("good", "bad"):
         sampler.admit(Admitted(name, [1], 1, SamplingParams(temperature=0.0), 1), None)
     rows = [Row("bad", 0, [1], [0], sample=True), Row("good", 0, [1], [1], sample=True)]
@@ -91,7 +92,7 @@ def test_logprobs_are_of_the_model_before_penalties_and_temperature():
 
 
 def test_prompt_logprobs_cover_the_following_prompt_tokens_across_chunks():
-    sampler = Sampler(VOCAB, (EOS,))
+    sampler = Sampler(kernels.reference(), (EOS,))
     prompt = [3, 1, 4, 1, 5]
     p = SamplingParams(temperature=0.0, prompt_logprobs=1)
     sampler.admit(Admitted("s", prompt, 5, p, 1), None)
@@ -102,11 +103,13 @@ def test_prompt_logprobs_cover_the_following_prompt_tokens_across_chunks():
         row = Row("s", start, prompt[start : start + n], [0], sample=start + n == 5, prompt_logprobs=True)
         got += sampler.sample([row], logits[start : start + n]).prompt_logprobs[0]
     assert [e.token_id for e in got] == prompt[1:]
-    assert [e.logprob for e in got] == pytest.approx([float(expected[i, t]) for i, t in enumerate(prompt[1:])], abs=1e-5)
+    assert [e.logprob for e in got] == pytest.approx(
+        [float(expected[i, t]) for i, t in enumerate(prompt[1:])], abs=1e-5
+    )
 
 
 def test_rows_that_do_not_sample_take_no_logits():
-    sampler = Sampler(VOCAB, (EOS,))
+    sampler = Sampler(kernels.reference(), (EOS,))
     for name in ("chunk", "decode"):
         sampler.admit(Admitted(name, [1, 2, 3], 3, SamplingParams(temperature=0.0), 1), None)
     rows = [Row("chunk", 0, [1, 2], [0], sample=False), Row("decode", 2, [3], [1], sample=True)]
@@ -114,7 +117,7 @@ def test_rows_that_do_not_sample_take_no_logits():
 
 
 def test_a_forgotten_session_leaves_nothing():
-    sampler = Sampler(VOCAB, (EOS,))
+    sampler = Sampler(kernels.reference(), (EOS,))
     sampler.admit(Admitted("s", [1], 1, SamplingParams(), 1), None)
     sampler.forget("s")
     sampler.forget("s")

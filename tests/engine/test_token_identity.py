@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kilat.base import metrics
 from kilat.base.hashing import branch_seed
+from kilat.ops.cpu import kernels as cpu_kernels
 from kilat.wire.sampling import Grammar
 from tests.engine.harness import drain, make_engine, outputs, record, run, tiny_model
 
@@ -13,9 +14,15 @@ pytestmark = pytest.mark.cpu
 QUICK = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("qwen3")
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def model(request):
+    """A random model on the torch reference and on the native kernels (where they can be built)."""
+    if request.param == "reference":
+        return tiny_model("qwen3")
+    usable, why = cpu_kernels.available()
+    if not usable:
+        pytest.skip(why)
+    return tiny_model("qwen3", cpu_kernels.cpu_kernels(2))
 
 
 def sampling():
@@ -60,13 +67,18 @@ def test_batched_chunked_cached_and_preempted_equal_alone(model, jobs, step_toke
     records = [record(f"s{i}", prompt, **params) for i, (prompt, params) in enumerate(jobs)]
     assert run(crowded, records) == alone
     again = {f"again-{k}": v for k, v in alone.items()}
-    repeat = [record(f"again-{r.session_id}", r.prompt_ids, **params) for r, (_, params) in zip(records, jobs)]
+    repeat = [
+        record(f"again-{r.session_id}", r.prompt_ids, **params) for r, (_, params) in zip(records, jobs)
+    ]
     assert run(crowded, repeat) == again
     crowded.close()
 
 
 def test_a_full_pool_preempts_and_the_preempted_session_goes_on_with_the_same_tokens(model):
-    jobs = [record(f"s{i}", [i, i + 1, i + 2], max_tokens=40, ignore_eos=True, temperature=0.9, seed=i) for i in range(4)]
+    jobs = [
+        record(f"s{i}", [i, i + 1, i + 2], max_tokens=40, ignore_eos=True, temperature=0.9, seed=i)
+        for i in range(4)
+    ]
     alone = {}
     for job in jobs:
         alone |= run(make_engine(model), [job])
@@ -90,7 +102,9 @@ def test_samples_of_one_prompt_equal_single_requests_with_their_seeds(model, n_p
 
 @pytest.mark.parametrize("cut", [1, 5, 11])
 def test_a_session_adopted_by_another_engine_goes_on_with_the_same_tokens(model, cut):
-    job = record("s", [3, 1, 4, 1, 5, 9, 2, 6, 5], temperature=0.8, seed=3, frequency_penalty=0.4, ignore_eos=True)
+    job = record(
+        "s", [3, 1, 4, 1, 5, 9, 2, 6, 5], temperature=0.8, seed=3, frequency_penalty=0.4, ignore_eos=True
+    )
     whole = run(make_engine(model), [job])["s"]
     first = make_engine(model)
     first.submit(job)
@@ -104,7 +118,10 @@ def test_a_session_adopted_by_another_engine_goes_on_with_the_same_tokens(model,
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_constrained_sessions_equal_alone_beside_unconstrained_ones(model, depth):
-    schema = Grammar("json_schema", '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"],"additionalProperties":false}')
+    schema = Grammar(
+        "json_schema",
+        '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"],"additionalProperties":false}',
+    )
     jobs = [
         record("json", [1, 2, 3], grammar=schema, temperature=1.0, max_tokens=30),
         record("regex", [4, 5], grammar=Grammar("regex", "[a-f]{6}"), temperature=1.0, max_tokens=30),

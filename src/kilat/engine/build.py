@@ -78,7 +78,7 @@ def build_engine(
     grammars = (
         GrammarCompiler(tokenizer_json, decoder.vocab_size, generation.eos_ids) if tokenizer_json else None
     )
-    sampler = Sampler(decoder.vocab_size, generation.eos_ids)
+    sampler = Sampler(chosen, generation.eos_ids)
     runner = Runner(model, pool, config.page_tokens, sampler, grammars.ready if grammars else None)
     info = EngineInfo(
         model_id=config.model_id,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kilat.engine.grammar import Matcher
-from kilat.ops.sample import Filter, greedy, sample_row, top_logprobs
+from kilat.ops.kernels import Kernels
+from kilat.ops.sample import Filter, top_logprobs
 from kilat.policy.sched.plan import Admitted, Row, StepResult
 from kilat.wire.messages import TokenLogprob
 from kilat.wire.sampling import SamplingParams
@@ -40,8 +41,8 @@ class SamplerState:
 class Sampler:
     """Owns the sampler state of all running sessions. One thread."""
 
-    def __init__(self, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, kernels: Kernels, eos_ids: tuple[int, ...]) -> None:
+        self.kernels = kernels
         self.eos_ids = eos_ids
         self.states: dict[str, SamplerState] = {}
 
@@ -74,7 +75,7 @@ class Sampler:
         token_ids: list[list[int]] = [[] for _ in rows]
         result = StepResult(token_ids)
         stopped: set[int] = set()
-        top_ids, top_values = greedy(logits)
+        top_ids, top_values = self.kernels.greedy(logits)
         best, finite = top_ids.tolist(), torch.isfinite(top_values).tolist()
         at = 0
         for i, row in enumerate(rows):
@@ -113,10 +114,12 @@ class Sampler:
                 result.failed[i] = reason
                 return None
             if p.temperature == 0.0:
-                token = int(greedy(logits[None])[0])
+                token = int(self.kernels.greedy(logits[None])[0])
             else:
                 position = row.start + row.n_tokens
-                token = sample_row(logits, Filter(p.temperature, p.top_k, p.top_p, p.min_p, s.seed, position))
+                token = self.kernels.sample_row(
+                    logits, Filter(p.temperature, p.top_k, p.top_p, p.min_p, s.seed, position)
+                )
         if p.logprobs is not None:
             result.logprobs[i] = [_logprob(raw.float(), token, p.logprobs)]
         s.n_output += 1

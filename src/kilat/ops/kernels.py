@@ -6,10 +6,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kilat.ops import attention, linear, rms_norm, rope_write, silu_mul
+from kilat.ops import attention, linear, rms_norm, rope_write, sample, silu_mul
 from kilat.ops.batch import StepBatch
 from kilat.ops.linear import LinearWeight
 from kilat.ops.rope_write import Heads, QkNorm
+from kilat.ops.sample import Filter
 
 
 class RopeWrite(Protocol):
@@ -47,6 +48,8 @@ class Kernels:
     rope_write: RopeWrite
     attention: Attention
     silu_mul: Callable[[Tensor], Tensor]
+    greedy: Callable[[Tensor], tuple[Tensor, Tensor]] = sample.greedy
+    sample_row: Callable[[Tensor, Filter], int] = sample.sample_row
 
 
 def reference(why: str = "asked for") -> Kernels:
