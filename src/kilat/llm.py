@@ -77,8 +77,11 @@ class LLM:
         One SamplingParams serves all prompts, a list one each. ``on_finish(index, completion)`` is called as prompts finish. Raises
         RequestError for a bad prompt or parameter before anything runs.
         """
-        many = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type]
-        each = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(many)
+        many = _as_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(many)
+        else:
+            each = list(params)
         if len(each) != len(many):
             raise RequestError(
                 f"{len(many)} prompts but {len(each)} sampling parameters; give one, or one each",
@@ -208,8 +211,14 @@ def _failure(event: SessionEvent) -> KilatError:
     return EngineError(message, code=event.error_code)
 
 
-def _is_one(prompts: object) -> bool:
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A string, or a list of ids, is one prompt."""
-    return isinstance(prompts, str) or (
-        isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
-    )
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [p for p in prompts if isinstance(p, int)]
+    many = [p for p in prompts if not isinstance(p, int)]
+    if ids and many:
+        raise RequestError(
+            "token ids and prompts are mixed in one list; give one list of ids per prompt", param="prompts"
+        )
+    return [ids] if ids else many

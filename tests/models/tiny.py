@@ -9,6 +9,9 @@ from kilat.nn.decoder import Decoder
 from kilat.ops.kernels import Kernels
 from kilat.parallel.mesh import Mesh
 
+# tiny matrices: a second thread only waits for the first
+torch.set_num_threads(1)
+
 SHAPE = dict(
     vocab_size=199,
     hidden_size=48,
@@ -19,7 +22,12 @@ SHAPE = dict(
     max_position_embeddings=256,
 )
 LLAMA3 = dict(
-    rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
 )
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
 LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
@@ -29,14 +37,18 @@ def configs() -> dict:
     """Name -> transformers config; between them they use every branch of the model files."""
     return {
         "llama": hf.LlamaConfig(**SHAPE),
-        "llama-tied-bias": hf.LlamaConfig(**SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=16),
+        "llama-tied-bias": hf.LlamaConfig(
+            **SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=16
+        ),
         "llama3-rope": hf.LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
         "llama-yarn": hf.LlamaConfig(**SHAPE, rope_parameters=YARN),
         "llama-linear": hf.LlamaConfig(**SHAPE, rope_parameters=LINEAR),
         "mistral": hf.MistralConfig(**SHAPE, sliding_window=None),
         "mistral-window": hf.MistralConfig(**SHAPE, sliding_window=20),
         "qwen2": hf.Qwen2Config(**SHAPE),
-        "qwen2-window": hf.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=20, max_window_layers=1),
+        "qwen2-window": hf.Qwen2Config(
+            **SHAPE, use_sliding_window=True, sliding_window=20, max_window_layers=1
+        ),
         "qwen3": hf.Qwen3Config(**SHAPE, head_dim=24),
         "qwen3-bias": hf.Qwen3Config(**SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=True),
     }
