@@ -18,7 +18,7 @@ if __name__ == "__main__":
         files=TinyFiles(Path(options.pop("model_path"))),
         engine=FakeSettings(**options.pop("engine", {})),
         served_model_name="tiny",
-        port=0,
+        port=options.pop("port", 0),
         api_keys=tuple(options.pop("api_keys", ())),
         **options,
     )

@@ -21,7 +21,15 @@ START_S = 60.0
 class Served:
     """One server. ``url`` is known once it is ready; ``stop()`` must be called."""
 
-    def __init__(self, folder: Path, model_path: Path, *, wait: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model_path: Path,
+        *,
+        wait: bool = True,
+        env: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         self.folder = folder
         self.log_path = folder / "log"
         settings = folder / "options.json"
@@ -32,7 +40,7 @@ class Served:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**os.environ, "KILAT_LOG": "info"},
+            env={**os.environ, "KILAT_LOG": "info", **(env or {})},
         )
         self.url = ""
         if wait:

@@ -28,12 +28,11 @@ _log = get_logger("supervisor")
 
 
 class Supervisor:
-    """Runs ``command CONFIG`` as the worker behind ``link``. ``restarts`` counts the starts after the first."""
+    """Runs ``command CONFIG`` as the worker behind ``link``."""
 
     def __init__(
         self, config: ServeConfig, link: WorkerLink, command: Sequence[str], folder: Path, secret: str
     ) -> None:
-        self.restarts = 0
         self._config = config
         self._link = link
         self._command = command
@@ -41,29 +40,36 @@ class Supervisor:
         self._secret = secret
         self._deaths: deque[float] = deque()
         self._process: subprocess.Popen[bytes] | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     async def run(self, on_restart: Callable[[], None]) -> None:
         """Returns when the worker has ended because :meth:`stop` was called. Raises EngineError when it cannot be kept alive."""
-        while not self._stopping:
+        while not self._stopping.is_set():
             process = self._spawn()
             watcher = asyncio.create_task(self._watch(process))
             code = await asyncio.get_running_loop().run_in_executor(None, process.wait)
             watcher.cancel()
             reason = self._link.fatal or _exit_words(code)
             self._link.lost(worker_died(_exit_words(code)))
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             event(_log, "worker_died", pid=process.pid, code=code, reason=repr(reason))
             if code == EXIT_BAD_CONFIG:
                 raise EngineError(reason)
-            await asyncio.sleep(self._pause_s(reason))
-            self.restarts += 1
+            if await self._stopped_within(self._pause_s(reason)):
+                return
             on_restart()
+
+    async def _stopped_within(self, pause_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), pause_s)
+        except TimeoutError:
+            return False
+        return True
 
     async def stop(self, drain_s: float) -> None:
         """End the worker: ask, then after ``drain_s`` and a little, kill. Idempotent."""
-        self._stopping = True
+        self._stopping.set()
         process = self._process
         if process is None or process.poll() is not None:
             return

@@ -49,7 +49,7 @@ def error_response(error: KilatError) -> Response:
         headers["retry-after"] = "1"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (413, 431, 503):
+    if error.status == 413:
         headers["connection"] = "close"
     return json_response(error_body(error), status=error.status, headers=headers)
 

@@ -9,31 +9,42 @@ from kilat.cluster.config import LOOPBACK, MAX_BODY_BYTES
 from kilat.cluster.gateway.errors import with_status
 
 BODY_TIMEOUT_S = 30.0
+DISCARD_BYTES = 8 * MAX_BODY_BYTES
 
 
 async def read_json_body(request: Request) -> bytes:
     """The whole body. Raises RequestError when it is not declared as JSON, is too large, or takes too long to arrive."""
     _check_type(request)
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise _too_large(int(declared))
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _read(request)
+            body = await _read(request)
     except TimeoutError as e:
         raise with_status(LimitError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s"), 408) from e
     except ClientDisconnect as e:
         raise RequestError("the client closed the connection before the body was complete") from e
+    if body is None:
+        raise with_status(LimitError(f"the body is too large, limit {MAX_BODY_BYTES:,} bytes"), 413)
+    return body
 
 
-async def _read(request: Request) -> bytes:
-    chunks = []
+async def _read(request: Request) -> bytes | None:
+    """The body, or None when it is too large.
+
+    The rest of one that is too large is read and dropped, within reason: a client that is still sending when the connection closes
+    would never see the answer.
+    """
+    chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise _too_large(size)
-        chunks.append(chunk)
+        if size > DISCARD_BYTES:
+            return None
+        if size <= MAX_BODY_BYTES:
+            chunks.append(chunk)
+        else:
+            chunks.clear()
+    if size > MAX_BODY_BYTES:
+        return None
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
@@ -52,10 +63,6 @@ def _check_type(request: Request) -> None:
         raise with_status(
             RequestError(f"the content encoding is {coding[:64]!r}: send the body as it is"), 415
         )
-
-
-def _too_large(size: int) -> RequestError:
-    return with_status(LimitError(f"the body has {size:,} bytes or more, limit {MAX_BODY_BYTES:,}"), 413)
 
 
 def check_host(host_header: str | None, own_host: str) -> None:

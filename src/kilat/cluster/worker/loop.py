@@ -87,7 +87,7 @@ class WorkerLoop:
     def run(self) -> None:
         """Say hello, then serve until drained. Whatever a step raises is raised here."""
         self._channel.send(self._hello())
-        self._snapshot()
+        self._tell_status()
         event(_log, "ready", worker=self._worker_id)
         wait_s = IDLE_WAIT_S
         while not self._drained():
@@ -128,8 +128,7 @@ class WorkerLoop:
         elif isinstance(message, Drain):
             self.drain(message.deadline_s)
         elif isinstance(message, Ping):
-            self._snapshot()
-            self._channel.send(self._pulse.status())
+            self._tell_status()
 
     def _submit(self, record: SessionRecord) -> None:
         try:
@@ -158,6 +157,10 @@ class WorkerLoop:
         event(_log, "drain_deadline", aborted=len(self._live))
         self._send_events(self._engine.abort(sorted(self._live)))
         return True
+
+    def _tell_status(self) -> None:
+        self._snapshot()
+        self._channel.send(self._pulse.status())
 
     def _snapshot(self) -> None:
         """Copy the engine's numbers, which only this thread may ask for."""
