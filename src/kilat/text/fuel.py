@@ -19,15 +19,15 @@ _COLLECTIONS = (list, tuple, dict, set, frozenset, KeysView, ValuesView, ItemsVi
 class Fuel:
     """The budget of one rendering, owned by it. Every method raises LimitError when the budget is used up."""
 
-    def __init__(self) -> None:
-        self.left = UNITS
+    def __init__(self, units: int = UNITS) -> None:
+        self.left = units
 
     def spend(self, units: int) -> None:
         """Pay for work that is about to be done."""
         self.left -= units
         if self.left < 0:
             raise LimitError(
-                f"the chat template needs more than {UNITS} units of work for these messages: send fewer or shorter messages",
+                "the chat template needs too much work for these messages: send fewer or shorter messages",
                 param="messages",
             )
 
