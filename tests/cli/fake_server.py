@@ -1,4 +1,6 @@
-"""An OpenAI-shaped server on loopback that answers by a rule, fails by a script, and remembers what it was asked."""
+"""An OpenAI-shaped server on loopback that answers by a rule, fails by a script, and remembers what it was
+asked.
+"""
 
 import json
 import threading
@@ -46,7 +48,9 @@ Script = Callable[[dict[str, Any], int], Action]
 
 @dataclass
 class FakeServer:
-    """``script(body, nth)`` decides about the nth POST (from 0). ``bodies`` are all POSTs. ``deaf``: GETs get no answer."""
+    """``script(body, nth)`` decides about the nth POST (from 0). ``bodies`` are all POSTs. ``deaf``: GETs get
+    no answer.
+    """
 
     script: Script = lambda body, nth: None
     model: str = MODEL

@@ -59,7 +59,7 @@ def test_prediction_agrees_with_the_ledger_of_the_built_engine(tmp_path: Path) -
         kv_cache_bytes=4 << 20,
         max_num_seqs=4,
     )
-    fit = predict(files, config, kernels.reference(), GOOD)
+    fit = predict(files, config, kernels.reference())
     engine = build_engine(config)
     try:
         built = engine.info.ledger_bytes
@@ -83,7 +83,7 @@ def test_model_that_fits_has_no_fix_and_one_that_does_not_says_what_would() -> N
     wide = by_name(fit_findings("m", fit_of(17 * GIB, GIB, "float32"), GOOD))["together"]
     assert "--dtype bfloat16" in wide.fix
     large = by_name(fit_findings("m", fit_of(17 * GIB, GIB), GOOD))["together"]
-    assert "free 1.0 GiB" in large.fix and "smaller model" in large.fix
+    assert "free 1.0 GiB of memory" in large.fix and "smaller model" in large.fix
 
 
 def test_doctor_shows_machine_kernels_and_the_ledger_of_a_model(

@@ -88,7 +88,9 @@ class Killed(BaseException):
 
 
 class KillingDisk:
-    """Writes ``budget`` bytes at most, then the process dies. Writes come out short, as a disk may make them."""
+    """Writes ``budget`` bytes at most, then the process dies. Writes come out short, as a disk may make
+    them.
+    """
 
     def __init__(self, budget: int, piece: int) -> None:
         self.budget, self.piece = budget, piece

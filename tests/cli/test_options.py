@@ -69,7 +69,8 @@ def test_slo_reads_limits_and_refuses_unknown_names() -> None:
 
 def test_engine_flags_reach_the_engine_under_its_own_names() -> None:
     args = build_parser().parse_args(
-        "serve m --dtype float32 --max-model-len 4K --max-num-batched-tokens 512 --no-enable-prefix-caching --block-size 32 "
+        "serve m --dtype float32 --max-model-len 4K --max-num-batched-tokens 512 --no-enable-prefix-caching "
+        "--block-size 32 "
         "--kv-cache-memory-bytes 1GiB --seed 7".split()
     )
     assert options.engine_options(args) == {

@@ -1,9 +1,9 @@
 """`kilat --help` is quick, needs no heavy package, and the commands that talk to servers do without torch."""
 
+import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,16 +37,18 @@ def test_help_needs_neither_torch_nor_rich_nor_httpx(line: str) -> None:
 
 
 def test_help_takes_under_150_ms() -> None:
-    command = [sys.executable, "-m", "kilat.cli", "--help"]
+    # CPU time: it waits for nothing, and this machine may be busy with other things
     times = []
-    for _ in range(7):  # the best of several: this machine may be busy with other things
-        began = time.perf_counter()
-        subprocess.run(command, capture_output=True, timeout=60, check=True)
-        times.append(time.perf_counter() - began)
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-m", "kilat.cli", "--help"], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        times.append(usage.ru_utime + usage.ru_stime)
     assert min(times) < 0.150
 
 
-@pytest.mark.parametrize("file", ["chat", "run", "bench", "serve", "model"])
+@pytest.mark.parametrize("file", ["chat", "run", "bench", "serve", "model", "doctor"])
 def test_command_file_needs_no_torch(file: str) -> None:
     done = python(BLOCKED.format(names=("torch",)) + f"import kilat.cli.{file}")
     assert done.returncode == 0, done.stderr

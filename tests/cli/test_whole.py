@@ -182,5 +182,8 @@ def test_serving_is_measured_on_a_server_of_its_own(model: Path, tmp_path: Path)
     argv = "bench serve --clients 2 --requests 4 --input-len 4 --output-len 5 --slo e2e=60000".split()
     done = kilat(*argv, str(model), "--json", str(file), *SMALL)
     assert done.returncode == 0, done.stderr
-    [one] = json.loads(file.read_text())["rounds"]
+    result = json.loads(file.read_text())
+    [one] = result["rounds"]
     assert (one["requests"], one["errors"]) == (4, 0) and one["goodput_rps"] > 0
+    assert (result["threads"], result["dtype"], result["device"]) == (1, "float32", "cpu")
+    assert "reference" in result["kernels"]

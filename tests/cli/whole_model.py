@@ -1,4 +1,6 @@
-"""A whole model on disk, tiny and random: config, float32 weights, byte tokenizer, chat template. Written without torch."""
+"""A whole model on disk, tiny and random: config, float32 weights, byte tokenizer, chat template. Written
+without torch.
+"""
 
 import json
 from pathlib import Path

@@ -9,12 +9,14 @@ from dataclasses import asdict
 from kilat.base.errors import ConfigError, EngineError
 from kilat.cli import load
 from kilat.cli.fetch import fetch
+from kilat.cli.machine import read_machine
 from kilat.cli.measures import Sample, Summary, poisson_arrivals, spread, summarize
 from kilat.cli.options import engine_options
 from kilat.cli.progress import RowBar
 from kilat.cli.report import Subject, envelope, print_table, write_json
 from kilat.cli.server import Target, check_target, model_of, target
 from kilat.cli.workload import Request, fresh, random_requests, read_dataset
+from kilat.load.config import read_config
 
 WARM_UP = 2
 WARM_UP_TOKENS = 8
@@ -151,7 +153,8 @@ def _print_rounds(title: str, rounds: Sequence[Summary], slo_ms: dict[str, float
     for i, s in enumerate(rounds, 1):
         goodput = f", goodput {s.goodput_rps:.2f} requests/s" if slo_ms else ""
         print(
-            f"round {i}: {s.output_tps:.1f} output tok/s, {s.total_tps:.1f} total tok/s, {s.request_rps:.2f} requests/s{goodput}; "
+            f"round {i}: {s.output_tps:.1f} output tok/s, {s.total_tps:.1f} total tok/s, "
+            f"{s.request_rps:.2f} requests/s{goodput}; "
             f"{s.errors} errors, {s.cached_tokens} cached tokens, client late by at most {s.late_ms:.1f} ms"
         )
 
@@ -197,7 +200,17 @@ def _figures(rounds: Sequence[Summary]) -> dict[str, object]:
 
 
 def _subject(args: argparse.Namespace, server: Target) -> Subject:
-    return Subject(server.source, None, args.dtype, args.threads, args.kernels)
+    """What was measured; the engine of a server that was started here chooses as it is chosen here."""
+    name = model_of(args)
+    if server.child is None or name is None:
+        return Subject(server.source, None, None, None, None)
+    # brings torch; by now the measurement is over
+    from kilat.engine.build import choose_dtype, choose_kernels
+
+    threads = args.threads or read_machine().cores
+    dtype = str(choose_dtype(args.dtype or "auto", read_config(fetch(name)))).removeprefix("torch.")
+    chosen = choose_kernels(args.kernels or "auto", threads)
+    return Subject(name, "cpu", dtype, threads, f"{chosen.name}: {chosen.why}")
 
 
 def _range(values: dict[str, float]) -> str:

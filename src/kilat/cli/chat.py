@@ -16,7 +16,10 @@ from kilat.cli.client import Chunk, Client
 from kilat.cli.rows import CHAT
 from kilat.cli.server import Target, target
 
-HELP = "/reset forgets the conversation, /system TEXT sets the system prompt, /exit leaves; Ctrl-C stops an answer"
+HELP = (
+    "/reset forgets the conversation, /system TEXT sets the system prompt, /exit leaves; "
+    "Ctrl-C stops an answer"
+)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -69,7 +72,9 @@ def _answer(chat: "Chat", screen: "Screen", runner: asyncio.Runner, line: str) -
 
 
 class Chat:
-    """The conversation so far. A message of the person stays in it only together with an answer, whole or stopped."""
+    """The conversation so far. A message of the person stays in it only together with an answer, whole or
+    stopped.
+    """
 
     def __init__(self, client: Client, server: Target, screen: "Screen", settings: dict[str, Any]) -> None:
         self._client, self._server, self._screen, self._settings = client, server, screen, settings
@@ -86,7 +91,9 @@ class Chat:
         self.messages.clear()
 
     async def say(self, text: str) -> None:
-        """Send ``text`` and show the answer as it comes. Raises KilatError; call :meth:`keep_partial` after any exception."""
+        """Send ``text`` and show the answer as it comes. Raises KilatError; call :meth:`keep_partial` after
+        any exception.
+        """
         self._said, self._partial = text, ""
         system = [{"role": "system", "content": self._system}] if self._system else []
         messages = [*system, *self.messages, {"role": "user", "content": text}]
@@ -113,7 +120,9 @@ class Chat:
 
 
 def speed(chunks: list[Chunk], began_s: float) -> str:
-    """One line about an answer that was asked for at ``began_s``: tokens, tokens per second after the first, time to the first."""
+    """One line about an answer that was asked for at ``began_s``: tokens, tokens per second after the first,
+    time to the first.
+    """
     times = [c.at_s for c in chunks if c.text or c.reasoning]
     if not times:
         return "empty answer"
@@ -124,7 +133,9 @@ def speed(chunks: list[Chunk], began_s: float) -> str:
 
 
 class Screen:
-    """Reads lines and shows text: dim notes on a terminal; elsewhere answers go to standard output, notes to standard error."""
+    """Reads lines and shows text: dim notes on a terminal; elsewhere answers go to standard output, notes to
+    standard error.
+    """
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)

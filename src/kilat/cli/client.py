@@ -52,7 +52,9 @@ class _Frame(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request, as the server reports them. ``cached_tokens``: prompt tokens from its prefix cache."""
+    """Token counts of one request, as the server reports them. ``cached_tokens``: prompt tokens from its
+    prefix cache.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -61,7 +63,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One event of a stream. ``at_s`` is when it came (time.perf_counter); the last ones carry ``finish`` and ``usage``."""
+    """One event of a stream. ``at_s`` is when it came (time.perf_counter); the last ones carry ``finish`` and
+    ``usage``.
+    """
 
     at_s: float
     text: str
@@ -80,10 +84,12 @@ class Reply:
 
 
 class Client:
-    """Talks to one server; an async context manager that owns its connections. Every method raises KilatError:
+    """Talks to one server; an async context manager that owns its connections. Every method raises
+    KilatError:
 
-    AuthError 401/403, NotFoundError 404, CapacityError 429/503, RequestError for other 4xx, EngineError for other 5xx, and PeerError
-    when the server cannot be reached, times out, or breaks the protocol. ``status`` of the error is the HTTP status, 0 for none.
+    AuthError 401/403, NotFoundError 404, CapacityError 429/503, RequestError for other 4xx, EngineError for
+    other 5xx, and PeerError when the server cannot be reached, times out, or breaks the protocol. ``status``
+    of the error is the HTTP status, 0 for none.
     """
 
     def __init__(
@@ -184,7 +190,9 @@ def _reply(r: httpx.Response) -> Reply:
 
 
 def _error(status: int, error: Any, r: httpx.Response | None) -> KilatError:
-    """The error of base/errors for an HTTP status and an OpenAI-shaped ``error`` object (or anything else)."""
+    """The error of base/errors for an HTTP status and an OpenAI-shaped ``error`` object (or anything
+    else).
+    """
     fields = error if isinstance(error, dict) else {}
     message = str(fields.get("message") or error or f"HTTP status {status}")[:2000]
     if status in (429, 503):

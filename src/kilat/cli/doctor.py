@@ -1,4 +1,6 @@
-"""`kilat doctor [MODEL]`: what this machine is, which kernels it gets and why, and whether a model fits into its memory."""
+"""`kilat doctor [MODEL]`: what this machine is, which kernels it gets and why, and whether a model fits into
+its memory.
+"""
 
 import argparse
 import os
@@ -7,8 +9,8 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 
@@ -21,13 +23,15 @@ from kilat.cli.machine import Machine, read_machine, source_sha
 from kilat.cli.options import engine_options
 from kilat.cli.progress import spinner
 from kilat.cli.text import n_bytes_text
-from kilat.engine.build import choose_kernels
 from kilat.engine.config import EngineConfig
 from kilat.load.files import ModelFiles
-from kilat.ops.kernels import Kernels
+
+if TYPE_CHECKING:
+    from kilat.ops.kernels import Kernels
 
 PACKAGES = ("torch", "numpy", "tokenizers", "llguidance", "uvicorn", "pyzmq")
 LOW_DISK_BYTES = 2 << 30
+LEAST_TOKENS = 1024  # a context below this is of no use
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,11 @@ class Finding:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0 when nothing is in the way of serving, 1 when the model does not fit or cannot be read."""
+    """Exit status 0 when nothing is in the way of serving, 1 when the model does not fit or cannot be
+    read.
+    """
+    from kilat.engine.build import choose_kernels
+
     machine = read_machine()
     settings = EngineConfig(
         model_path="", model_kind="gguf", model_id=args.model or "", **engine_options(args)
@@ -68,6 +76,8 @@ def machine_findings(machine: Machine) -> Iterator[Finding]:
     )
     memory = f"{n_bytes_text(machine.memory_bytes)}, {n_bytes_text(machine.free_bytes)} free"
     yield Finding("memory", memory)
+    import torch
+
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         yield Finding("gpu", names, "this version computes on the CPU; the GPU is not used yet")
@@ -86,7 +96,7 @@ def machine_findings(machine: Machine) -> Iterator[Finding]:
     yield Finding("cache", f"{folder}, {n_bytes_text(free)} free", fix)
 
 
-def kernel_findings(chosen: Kernels, settings: EngineConfig) -> Iterator[Finding]:
+def kernel_findings(chosen: "Kernels", settings: EngineConfig) -> Iterator[Finding]:
     """The kernel set and the reason it was taken."""
     reference = chosen.name.endswith("reference")
     fix = (
@@ -107,10 +117,10 @@ def software_findings() -> Iterator[Finding]:
     yield Finding("packages", ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES))
 
 
-def _model(name: str, settings: EngineConfig, chosen: Kernels, machine: Machine) -> int:
+def _model(name: str, settings: EngineConfig, chosen: "Kernels", machine: Machine) -> int:
     try:
         files: ModelFiles = find(name)
-        fit = predict(files, settings, chosen, machine)
+        fit = predict(files, settings, chosen)
     except KilatError as e:
         _show([Finding(name, "cannot be served", e.message)])
         return 1
@@ -132,12 +142,13 @@ def fit_findings(name: str, fit: Fit, machine: Machine) -> Iterator[Finding]:
 def _advice(fit: Fit, machine: Machine) -> str:
     left = machine.free_bytes - (fit.total_bytes - fit.ledger_bytes["pages"])
     tokens = left // fit.kv_token_bytes
-    if tokens >= 1024:
-        size = n_bytes_text(left).replace(" ", "")
-        return f"does not fit; --kv-cache-memory-bytes {size} --max-model-len {min(tokens, fit.max_model_len)} would"
+    if tokens >= LEAST_TOKENS:
+        size, length = n_bytes_text(left).replace(" ", ""), min(tokens, fit.max_model_len)
+        return f"does not fit; --kv-cache-memory-bytes {size} --max-model-len {length} would"
     if fit.dtype == "float32":
         return "does not fit; --dtype bfloat16 halves weights and cache"
-    return f"does not fit; free {n_bytes_text(-left if left < 0 else fit.total_bytes - machine.free_bytes)}, or take a smaller model"
+    missing = n_bytes_text(LEAST_TOKENS * fit.kv_token_bytes - left)
+    return f"does not fit; free {missing} of memory, or take a smaller model"
 
 
 def _show(findings: "Iterator[Finding] | list[Finding]") -> None:

@@ -17,8 +17,10 @@ DTYPE_BYTES = (("bfloat16", 2), ("float32", 4))
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """One model. ``formats``: storage format -> (tensors, values, bytes), most bytes first. ``kv_values``: keys and values that one
-    token leaves in the cache, over all layers. ``context``: tokens it was trained for."""
+    """One model. ``formats``: storage format -> (tensors, values, bytes), most bytes first. ``kv_values``:
+    keys and values that one token leaves in the cache, over all layers. ``context``: tokens it was trained
+    for.
+    """
 
     name: str
     architecture: str

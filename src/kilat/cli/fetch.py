@@ -14,7 +14,9 @@ def fetch(name: str) -> ModelFiles:
 
 
 def find(name: str) -> ModelFiles:
-    """The files of a model that needs no download from the catalogue. Raises SourceError that says how to get it."""
+    """The files of a model that needs no download from the catalogue. Raises SourceError that says how to get
+    it.
+    """
     entry = next((e for e in catalogue() if e.name == name), None)
     if entry is not None and not entry.cached:
         size = n_bytes_text(entry.n_bytes)

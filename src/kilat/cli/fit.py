@@ -1,31 +1,27 @@
-"""Predicts the memory that serving a model takes, by owner, from its headers and the engine's own choices. Loads no weights."""
+"""Predicts the memory that serving a model takes, by owner, from its headers and the engine's own choices.
+Loads no weights.
+"""
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
-from kilat.cli.machine import Machine
-from kilat.engine.build import (
-    DEFAULT_STEP_TOKENS,
-    choose_dtype,
-    choose_max_model_len,
-    kv_layout,
-)
 from kilat.engine.config import EngineConfig
-from kilat.engine.kv_memory import choose_pages
 from kilat.load.config import read_config as read_raw_config
 from kilat.load.files import ModelFiles
-from kilat.load.weights import open_weights
-from kilat.models.registry import read_config
-from kilat.nn.decoder import DecoderConfig
-from kilat.ops.kernels import Kernels
+
+if TYPE_CHECKING:
+    from kilat.nn.decoder import DecoderConfig
+    from kilat.ops.kernels import Kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A prediction. ``ledger_bytes`` by owner: weights, pages, workspace, processes. ``kv_tokens``: what all pages hold together."""
+    """A prediction. ``ledger_bytes`` by owner: weights, pages, workspace, processes. ``kv_tokens``: what all
+    pages hold together.
+    """
 
     dtype: str
     max_model_len: int
@@ -42,8 +38,15 @@ class Fit:
         return self.total_bytes <= free_bytes
 
 
-def predict(files: ModelFiles, settings: EngineConfig, chosen: Kernels, machine: Machine) -> Fit:
-    """The ledger of an engine with these settings. Raises ConfigError or ModelFileError when the engine could not be built."""
+def predict(files: ModelFiles, settings: EngineConfig, chosen: "Kernels") -> Fit:
+    """The ledger of an engine with these settings. Raises ConfigError or ModelFileError when the engine could
+    not be built.
+    """
+    from kilat.engine.build import choose_dtype, choose_max_model_len, kv_layout
+    from kilat.engine.kv_memory import choose_pages
+    from kilat.load.weights import open_weights
+    from kilat.models.registry import read_config
+
     raw = read_raw_config(files)
     decoder = read_config(raw)
     dtype = choose_dtype(settings.dtype, raw)
@@ -64,7 +67,7 @@ def predict(files: ModelFiles, settings: EngineConfig, chosen: Kernels, machine:
     ledger = {
         "weights": values * dtype.itemsize,
         "pages": n_pages * layout.page_bytes,
-        "workspace": _workspace_bytes(decoder, settings, dtype),
+        "workspace": _workspace_bytes(decoder, settings, dtype.itemsize),
         "processes": _process_bytes(),
     }
     return Fit(
@@ -76,17 +79,23 @@ def predict(files: ModelFiles, settings: EngineConfig, chosen: Kernels, machine:
     )
 
 
-def _workspace_bytes(decoder: DecoderConfig, settings: EngineConfig, dtype: torch.dtype) -> int:
-    """Activations that live at once in the widest layer of a full step, and the sampler's copies of the logits (fp32)."""
+def _workspace_bytes(decoder: "DecoderConfig", settings: EngineConfig, itemsize: int) -> int:
+    """Activations that live at once in the widest layer of a full step, and the sampler's copies of the
+    logits (fp32).
+    """
+    from kilat.engine.build import DEFAULT_STEP_TOKENS
+
     tokens = settings.max_step_tokens or max(DEFAULT_STEP_TOKENS, settings.max_num_seqs)
     a = decoder.attention[0]
     wide = max((a.n_q + 2 * a.n_kv) * a.head_dim + a.n_q * a.head_dim, 3 * decoder.inner)
-    activations = tokens * (3 * decoder.hidden + wide) * dtype.itemsize
-    logits = settings.max_num_seqs * decoder.vocab_size * (dtype.itemsize + 2 * 4)
+    activations = tokens * (3 * decoder.hidden + wide) * itemsize
+    logits = settings.max_num_seqs * decoder.vocab_size * (itemsize + 2 * 4)
     return activations + logits
 
 
 def _process_bytes() -> int:
-    """This process holds what a worker holds before it loads (Python, torch, kilat); the gateway is about a third of it."""
+    """This process holds what a worker holds before it loads (Python, torch, kilat); the gateway is about a
+    third of it.
+    """
     rss: int = psutil.Process().memory_info().rss
     return rss + rss // 3

@@ -1,7 +1,9 @@
-"""The journal of a batch run: finished rows are appended to OUT, and a header file beside it says which input they belong to.
+"""The journal of a batch run: finished rows are appended to OUT, and a header file beside it says which input
+they belong to.
 
-OUT is the journal itself. Rows are only ever appended, one line in one write, so a killed run leaves whole rows and at most one torn
-line at the end, which the next run cuts off. The header is written before the first row and replaced as a whole.
+OUT is the journal itself. Rows are only ever appended, one line in one write, so a killed run leaves whole
+rows and at most one torn line at the end, which the next run cuts off. The header is written before the first
+row and replaced as a whole.
 """
 
 import fcntl
@@ -38,8 +40,9 @@ class WriteAll(Protocol):
 
 @dataclass(slots=True)
 class Journal:
-    """An open OUT file, locked against other runs. ``done`` are the custom ids in it, ``failed`` those that are errors,
-    ``cut_bytes`` what was cut off a torn end when it was opened."""
+    """An open OUT file, locked against other runs. ``done`` are the custom ids in it, ``failed`` those that
+    are errors, ``cut_bytes`` what was cut off a torn end when it was opened.
+    """
 
     path: Path
     done: set[str]
@@ -51,8 +54,10 @@ class Journal:
     _write: WriteAll
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a finished row (with ``custom_id`` and ``error``). It survives a kill of this process at once, and a loss of power
-        after :meth:`sync`. Raises KilatError when the disk refuses it; the file then ends with the row before."""
+        """Add a finished row (with ``custom_id`` and ``error``). It survives a kill of this process at once,
+        and a loss of power after :meth:`sync`. Raises KilatError when the disk refuses it; the file then ends
+        with the row before.
+        """
         data = _line(row)
         at = 0
         try:
@@ -83,10 +88,11 @@ class Journal:
 
 
 def open_journal(path: Path, identity: Identity, *, write: WriteAll = os.write) -> Journal:
-    """Open or create OUT for the rows of ``identity`` and cut off a torn last line. The caller closes the journal.
+    """Open or create OUT for the rows of ``identity`` and cut off a torn last line. The caller closes the
+    journal.
 
-    Raises ConfigError when OUT belongs to another input or model, was not written by a batch run, is damaged in the middle, or is
-    being written by another run.
+    Raises ConfigError when OUT belongs to another input or model, was not written by a batch run, is damaged
+    in the middle, or is being written by another run.
     """
     fd = _open(path)
     try:
@@ -112,7 +118,9 @@ def open_journal(path: Path, identity: Identity, *, write: WriteAll = os.write) 
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    """One line of JSON, also for readers that take U+0085, U+2028 and U+2029 for ends of lines (Python's str.splitlines)."""
+    """One line of JSON, also for readers that take U+0085, U+2028 and U+2029 for ends of lines (Python's
+    str.splitlines).
+    """
     data = msgspec.json.encode(row)
     for raw, escaped in (
         (b"\xc2\x85", b"\\u0085"),
@@ -170,7 +178,10 @@ def _write_header(path: Path, identity: Identity) -> None:
 
 def _mismatch(path: Path, header: Identity | None, identity: Identity) -> str:
     if header is not None and header.input_sha256 == identity.input_sha256:
-        return f"{path.name} was begun with model {header.model}, got {identity.model}: use the first, or choose another OUT"
+        return (
+            f"{path.name} was begun with model {header.model}, got {identity.model}: use the first, or choose "
+            "another OUT"
+        )
     return f"the input has changed since {path.name} was begun: bring the old one back, or choose another OUT"
 
 

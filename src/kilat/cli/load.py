@@ -17,7 +17,9 @@ Done = Callable[[], None]
 async def open_loop(
     server: Target, requests: Sequence[Request], arrivals_s: Sequence[float], on_done: Done
 ) -> list[Sample]:
-    """Send request i at ``arrivals_s[i]`` seconds from now, however many are open. Samples in the order of the requests."""
+    """Send request i at ``arrivals_s[i]`` seconds from now, however many are open. Samples in the order of
+    the requests.
+    """
     async with _client(server, len(requests)) as client:
         start = time.perf_counter()
 
@@ -33,7 +35,9 @@ async def open_loop(
 async def closed_loop(
     server: Target, requests: Sequence[Request], n_clients: int, on_done: Done
 ) -> list[Sample]:
-    """``n_clients`` clients, each with one stream open, until all requests are sent. Samples in the order of their ends."""
+    """``n_clients`` clients, each with one stream open, until all requests are sent. Samples in the order of
+    their ends.
+    """
     samples: list[Sample] = []
     left = iter(requests)
 
@@ -49,8 +53,9 @@ async def closed_loop(
 
 
 async def stream_one(client: Client, model: str, request: Request, due_s: float | None) -> Sample:
-    """One greedy stream of exactly ``request.output_tokens`` tokens. ``due_s`` on time.perf_counter, None for now. Never raises for a
-    failed request: the sample says why."""
+    """One greedy stream of exactly ``request.output_tokens`` tokens. ``due_s`` on time.perf_counter, None for
+    now. Never raises for a failed request: the sample says why.
+    """
     body = {
         "model": model,
         "prompt": request.prompt,
@@ -76,7 +81,7 @@ async def stream_one(client: Client, model: str, request: Request, due_s: float 
     if n_tokens == 0:
         return Sample(due, sent, done, error="empty: the answer has no tokens")
     if n_tokens > len(times):
-        # Special tokens and halves of characters have no text of their own; the last of them was there at the end.
+        # Special tokens and halves of characters have no text of their own; the last was there at the end.
         times.append(finished or done)
     n_input, n_cached = (usage.prompt_tokens, usage.cached_tokens) if usage is not None else (0, 0)
     return Sample(due, sent, done, tuple(times), n_input, n_tokens, n_cached)

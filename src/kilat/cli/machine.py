@@ -27,8 +27,9 @@ ISA_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts of now. ``cores``: logical processors that this process may use. ``memory_bytes``: of the machine or of the cgroup limit,
-    the smaller; ``free_bytes``: what of it can still be used without swapping."""
+    """Facts of now. ``cores``: logical processors that this process may use. ``memory_bytes``: of the machine
+    or of the cgroup limit, the smaller; ``free_bytes``: what of it can still be used without swapping.
+    """
 
     cpu: str
     isa: tuple[str, ...]
@@ -54,7 +55,9 @@ def read_machine() -> Machine:
 
 
 def source_sha() -> str | None:
-    """The commit of the checkout that kilat runs from, with ``+`` when files differ from it; None for an installed package."""
+    """The commit of the checkout that kilat runs from, with ``+`` when files differ from it; None for an
+    installed package.
+    """
     root = Path(kilat.__file__).parents[2]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,6 @@
-"""The table of commands and flags. Nothing but the parser lives here: a command's file is imported when the command runs."""
+"""The table of commands and flags. Nothing but the parser lives here: a command's file is imported when the
+command runs.
+"""
 
 import argparse
 import difflib

@@ -1,4 +1,6 @@
-"""The arithmetic of a load test: arrivals, percentiles, and what a set of request timings amounts to. Pure."""
+"""The arithmetic of a load test: arrivals, percentiles, and what a set of request timings amounts to.
+Pure.
+"""
 
 import math
 import random
@@ -10,9 +12,11 @@ from statistics import fmean, median
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Timings of one request on one clock, in seconds. ``arrival_s`` is when it was due, so a late client counts as waiting time.
+    """Timings of one request on one clock, in seconds. ``arrival_s`` is when it was due, so a late client
+    counts as waiting time.
 
-    ``event_s`` are the times of the stream's text events, the first token's first. ``error`` says why there was no answer.
+    ``event_s`` are the times of the stream's text events, the first token's first. ``error`` says why there
+    was no answer.
     """
 
     arrival_s: float
@@ -49,9 +53,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one round amounts to. Distributions are in milliseconds: mean, p50, p90, p99; empty when nothing was measured.
+    """What one round amounts to. Distributions are in milliseconds: mean, p50, p90, p99; empty when nothing
+    was measured.
 
-    ``goodput_rps``: requests per second that met the limits. ``late_ms``: the longest time a request left the client after it was due.
+    ``goodput_rps``: requests per second that met the limits. ``late_ms``: the longest time a request left the
+    client after it was due.
     """
 
     requests: int
@@ -79,7 +85,9 @@ def percentile(values: Sequence[float], p: float) -> float:
 
 
 def poisson_arrivals(rate_rps: float, n: int, seed: int) -> list[float]:
-    """Arrival times in seconds of ``n`` requests of a Poisson process; the first comes at 0. Same seed, same times."""
+    """Arrival times in seconds of ``n`` requests of a Poisson process; the first comes at 0. Same seed, same
+    times.
+    """
     draw = random.Random(seed)
     times = [0.0]
     while len(times) < n:

@@ -70,14 +70,15 @@ def _pull(args: argparse.Namespace) -> None:
 
 def _info(args: argparse.Namespace) -> None:
     facts = read_facts(find(args.model))
-    table = Table(show_header=False, box=None, title=facts.name, title_justify="left")
+    table = Table(show_header=False, box=None)
     for name, value in _info_lines(facts):
         table.add_row(name, value)
     Console().print(table)
 
 
 def _info_lines(facts: ModelFacts) -> list[tuple[str, str]]:
-    lines = [("architecture", facts.architecture), ("parameters", f"{facts.parameters:,}")]
+    lines = [("name", facts.name), ("architecture", facts.architecture)]
+    lines.append(("parameters", f"{facts.parameters:,}"))
     lines += [(text, f"{facts.config[key]:,}") for key, text in SHAPE_FIELDS if facts.config.get(key)]
     lines.append(("context", f"{facts.context:,} tokens"))
     lines.append(("in the file", n_bytes_text(facts.stored_bytes)))

@@ -1,4 +1,6 @@
-"""What a flag accepts, and the engine flags that several commands share. Standard library only, so that ``--help`` is quick."""
+"""What a flag accepts, and the engine flags that several commands share. Standard library only, so that
+``--help`` is quick.
+"""
 
 import argparse
 import re
@@ -13,7 +15,9 @@ _POWER = "kmgt"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line and exit status 2, and which takes no abbreviated flags."""
+    """An argument parser whose errors are one line and exit status 2, and which takes no abbreviated
+    flags.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -58,7 +62,9 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def amount(low: int, high: int) -> Callable[[str], int]:
-    """A count with an optional unit, as vLLM reads them: ``4096``, ``4k`` (4,000), ``4K`` or ``4KiB`` (4,096), ``2GiB``."""
+    """A count with an optional unit, as vLLM reads them: ``4096``, ``4k`` (4,000), ``4K`` or ``4KiB``
+    (4,096), ``2GiB``.
+    """
 
     def parse(text: str) -> int:
         found = _SIZE.fullmatch(text.strip())
@@ -120,7 +126,9 @@ def slo(text: str) -> dict[str, float]:
 
 
 def engine_flags() -> tuple[tuple[str, dict[str, Any]], ...]:
-    """The engine's flags, named as vLLM names them; ``dest`` is the field of ``EngineConfig``. None means: not given."""
+    """The engine's flags, named as vLLM names them; ``dest`` is the field of ``EngineConfig``. None means:
+    not given.
+    """
     return (
         ("--dtype", {"choices": ("auto", "float32", "bfloat16"), "help": "type of weights and activations"}),
         ("--max-model-len", _amount("tokens of prompt and answer together", 1, 2**24)),

@@ -1,4 +1,6 @@
-"""Progress on standard error: bars on a terminal, a line every few seconds elsewhere. Implements ``load``'s Progress protocol."""
+"""Progress on standard error: bars on a terminal, a line every few seconds elsewhere. Implements ``load``'s
+Progress protocol.
+"""
 
 import sys
 import time
@@ -23,7 +25,9 @@ PLAIN_INTERVAL_S = 5.0
 
 
 class TransferBar:
-    """Bytes of a download: amount, rate and time left; a context manager. ``start`` may be called again for the next file."""
+    """Bytes of a download: amount, rate and time left; a context manager. ``start`` may be called again for
+    the next file.
+    """
 
     def __init__(self) -> None:
         self._bar = _Bar((DownloadColumn(binary_units=True), TransferSpeedColumn()), "bytes")
@@ -45,7 +49,9 @@ class TransferBar:
 
 
 class RowBar:
-    """Rows or requests: number, rate and time left; a context manager. ``done`` of them were finished before."""
+    """Rows or requests: number, rate and time left; a context manager. ``done`` of them were finished
+    before.
+    """
 
     def __init__(self, label: str, total: int, done: int = 0) -> None:
         self._bar = _Bar((MofNCompleteColumn(), _RateColumn()), "rows")

@@ -30,7 +30,9 @@ class Subject:
 
 
 def envelope(args: argparse.Namespace, subject: Subject, **fields: Any) -> dict[str, Any]:
-    """The JSON document of a measurement: where, what and with which settings, then ``fields`` (shapes, rounds, spread)."""
+    """The JSON document of a measurement: where, what and with which settings, then ``fields`` (shapes,
+    rounds, spread).
+    """
     machine = read_machine()
     return {
         "bench": args.kind,
@@ -47,7 +49,7 @@ def envelope(args: argparse.Namespace, subject: Subject, **fields: Any) -> dict[
 
 
 def write_json(path: Path | None, document: dict[str, Any]) -> None:
-    """Write the document to ``path``, if there is one; numbers keep 4 decimals."""
+    """Write the document to ``path``, if there is one; numbers keep 6 decimals."""
     if path is not None:
         text = msgspec.json.format(msgspec.json.encode(_rounded(document)), indent=1)
         path.write_bytes(text + b"\n")
@@ -60,7 +62,8 @@ def print_table(
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    console.print(title, markup=False, highlight=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE)
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i < n_text else "right", overflow="fold")
     for line in lines:
@@ -70,7 +73,7 @@ def print_table(
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        return round(value, 4)
+        return round(value, 6)
     if isinstance(value, dict):
         return {k: _rounded(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,6 @@
-"""Rows of a batch input: OpenAI's batch format, or plain ``{"messages": ...}`` / ``{"prompt": ...}`` lines."""
+"""Rows of a batch input: OpenAI's batch format, or plain ``{"messages": ...}`` / ``{"prompt": ...}``
+lines.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -25,7 +27,9 @@ class Row:
 
 
 def index(path: Path, model: str | None) -> tuple[Identity, set[str]]:
-    """Read the whole input once: its identity, and the ids of its rows. Raises ConfigError for the first bad or repeated row."""
+    """Read the whole input once: its identity, and the ids of its rows. Raises ConfigError for the first bad
+    or repeated row.
+    """
     digest = hashlib.sha256()
     seen: dict[str, int] = {}
     with open(path, "rb") as f:

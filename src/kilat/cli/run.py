@@ -1,4 +1,6 @@
-"""`kilat run IN.jsonl OUT.jsonl`: answer every row of a file once, however often the run is killed and started again."""
+"""`kilat run IN.jsonl OUT.jsonl`: answer every row of a file once, however often the run is killed and
+started again.
+"""
 
 import argparse
 import asyncio
@@ -70,7 +72,9 @@ class Batch:
     row_timeout_s: float
 
     async def run(self, todo: Iterator[rows.Row], total: int, journal: Journal) -> None:
-        """Send every row that the journal does not have and append what comes back. Raises PeerError when the server is lost."""
+        """Send every row that the journal does not have and append what comes back. Raises PeerError when the
+        server is lost.
+        """
         before = frozenset(journal.done)
         left = (row for row in todo if row.custom_id not in before)
         n_lanes = min(self.concurrency, total - len(before))
@@ -118,7 +122,9 @@ class Batch:
 
 
 async def _require_answer(client: Client, error: KilatError) -> None:
-    """A row is only to blame for a lost answer when the server still answers others; else the run must stop."""
+    """A row is only to blame for a lost answer when the server still answers others; else the run must
+    stop.
+    """
     try:
         await client.model_ids()
     except PeerError:

@@ -1,4 +1,6 @@
-"""The server that a command talks to: one that is given by URL, or one that it starts in a child process for its own time."""
+"""The server that a command talks to: one that is given by URL, or one that it starts in a child process for
+its own time.
+"""
 
 import argparse
 import asyncio
@@ -30,7 +32,9 @@ _READY = re.compile(r"^ready: .* at (http://\S+)/v1", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to send requests. ``model`` is the name that the server knows, ``source`` what the person asked for."""
+    """Where to send requests. ``model`` is the name that the server knows, ``source`` what the person asked
+    for.
+    """
 
     url: str
     model: str
@@ -116,9 +120,11 @@ async def _given(url: str, model: str | None, api_key: str | None) -> Target:
 
 
 class ChildServer:
-    """A server in a child process. It stops when this process ends, however that happens: its standard input is a pipe that closes then.
+    """A server in a child process. It stops when this process ends, however that happens: its standard input
+    is a pipe that closes then.
 
-    ``command`` must print ``ready: ... at URL/v1`` when it serves. Its output goes to a file that is shown only when it fails.
+    ``command`` must print ``ready: ... at URL/v1`` when it serves. Its output goes to a file that is shown
+    only when it fails.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -137,7 +143,9 @@ class ChildServer:
         return self._process.pid
 
     def wait_ready(self, timeout_s: float) -> str:
-        """The server's URL, once it serves. Raises PeerError with the end of its output when it exits or is late."""
+        """The server's URL, once it serves. Raises PeerError with the end of its output when it exits or is
+        late.
+        """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             found = _READY.search(self._output())

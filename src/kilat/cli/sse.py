@@ -12,7 +12,8 @@ class SseSplitter:
         self._rest = b""
 
     def push(self, data: bytes) -> list[bytes]:
-        """The payloads of the ``data:`` lines that ``data`` completes, in order. Other lines are comments and fields we do not use.
+        """The payloads of the ``data:`` lines that ``data`` completes, in order. Other lines are comments and
+        fields we do not use.
 
         Raises PeerError when one line is over 16 MiB.
         """

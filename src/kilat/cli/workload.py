@@ -8,12 +8,16 @@ import msgspec
 
 from kilat.base.errors import ConfigError
 
-# Short common words, so that a prompt of n words has about n tokens in every tokenizer; the real number is measured and reported.
-WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand part place "
-    "case week company system program question work night point home water room mother area money story fact month lot right study "
-    "book eye job word business issue side kind head house service friend father power hour game line end member law car city name"
-).split()
+# Short common words, so that a prompt of n words has about n tokens in every tokenizer; the real number is
+# measured and reported.
+WORDS = tuple(
+    (
+        "time year people way day man thing woman life child world school state family student group "
+        "country problem hand part place case week company system program question work night point home "
+        "water room mother area money story fact month lot right study book eye job word business issue "
+        "side kind head house service friend father power hour game line end member law car city name"
+    ).split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,8 @@ def random_requests(n: int, input_words: int, output_tokens: int, seed: str) -> 
 
 
 def read_dataset(path: Path, n: int) -> list[Request]:
-    """The first ``n`` requests of a file: JSONL, a JSON list, or ``{"requests": [...]}``; a short file is gone through again.
+    """The first ``n`` requests of a file: JSONL, a JSON list, or ``{"requests": [...]}``; a short file is
+    gone through again.
 
     Raises ConfigError for a file of another form.
     """
@@ -63,7 +68,9 @@ def read_dataset(path: Path, n: int) -> list[Request]:
 
 
 def fresh(requests: list[Request], round_index: int) -> list[Request]:
-    """The same requests for another round, with other first words, so that the prefix cache of the round before is of no use."""
+    """The same requests for another round, with other first words, so that the prefix cache of the round
+    before is of no use.
+    """
     if round_index == 0:
         return requests
     return [Request(f"{round_index} {r.prompt}", r.output_tokens) for r in requests]
