@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Served
+from served import Served, Stream
 from tiny_model import TinyFiles, write_tiny_model
 
 
@@ -38,3 +38,17 @@ def start(tmp_path: Path, tiny: TinyFiles) -> Iterator[Callable[..., Served]]:
     yield make
     for server in running:
         server.stop()
+
+
+@pytest.fixture
+def streams() -> Iterator[Callable[..., Stream]]:
+    """Opens streams that are closed with the test."""
+    made: list[Stream] = []
+
+    def make(*args: Any, **options: Any) -> Stream:
+        made.append(Stream(*args, **options))
+        return made[-1]
+
+    yield make
+    for stream in made:
+        stream.close()

@@ -5,6 +5,7 @@ import os
 import re
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,9 @@ import httpx
 
 HERE = Path(__file__).parent
 START_S = 60.0
+LONG: dict[str, Any] = {"prompt": "tell me a long story", "max_tokens": 450, "stream": True}
+# Much JSON per token, so that the buffers of the system between the two are full soon.
+BULKY: dict[str, Any] = {"prompt": "tell me", "max_tokens": 100_000, "stream": True, "logprobs": 20}
 
 
 class Served:
@@ -109,3 +113,50 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def text_of(answer: httpx.Response) -> str:
+    """Text of the first choice of a completion."""
+    return answer.json()["choices"][0]["text"]
+
+
+def ask(server: Served, prompt: str = "say:fine", **fields: Any) -> httpx.Response:
+    """One completion."""
+    return httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, **fields}, timeout=30)
+
+
+def errors_in(data: bytes) -> list[dict[str, Any]]:
+    """The error events of a stream."""
+    found = re.findall(rb'data: (\{"error".*?\})\n\n', data)
+    return [json.loads(f)["error"] for f in found]
+
+
+class Stream:
+    """A streamed request on a socket of its own, read only when asked."""
+
+    def __init__(self, server: Served, body: dict[str, Any], *, buffer_bytes: int | None = None) -> None:
+        host, port = server.url.removeprefix("http://").split(":")
+        self.socket = socket.socket()
+        if buffer_bytes is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        self.socket.settimeout(30)
+        self.socket.connect((host, int(port)))
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        self.socket.sendall(head.encode() + data)
+
+    def read_some(self) -> bytes:
+        return self.socket.recv(4096)
+
+    def read_to_end(self) -> bytes:
+        """Until the end of the chunked body or of the connection."""
+        got = b""
+        while not got.endswith(b"0\r\n\r\n"):
+            chunk = self.socket.recv(65536)
+            if not chunk:
+                break
+            got += chunk
+        return got
+
+    def close(self) -> None:
+        self.socket.close()
