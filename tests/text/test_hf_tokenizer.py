@@ -49,26 +49,16 @@ def test_special_tokens_map_fills_in_what_the_config_leaves_out(tmp_path):
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 0)
 
 
+@pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({"add_bos_token": True}, (True, False)),
-        ({"add_bos_token": True, "add_eos_token": True}, (True, True)),
-        ({"add_eos_token": True}, (False, True)),
-        ({"add_bos_token": False}, (False, False)),
-    ],
+    "told", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}]
 )
-def test_flags_of_the_config_overrule_the_file(flags, expected, tmp_path):
-    config = {"bos_token": "<|start|>", "eos_token": "<|end|>", **flags}
-    stored = byte_level_tokenizer(add_bos_token=not flags.get("add_bos_token", False))
-    ids = Tokenizer.from_files(write_directory(tmp_path, stored, config)).encode("x")
-    assert (ids[0] == 1, ids[-1] == 0) == expected
-
-
-def test_without_flags_the_file_decides(tmp_path):
-    stored = byte_level_tokenizer(add_bos_token=True)
-    ids = Tokenizer.from_files(write_directory(tmp_path, stored, {"bos_token": "<|start|>"})).encode("x")
-    assert ids[0] == 1
+def test_tokenizer_json_decides_about_bos(stored, told, tmp_path):
+    config = {"bos_token": "<|start|>", "eos_token": "<|end|>", **told}
+    ids = Tokenizer.from_files(
+        write_directory(tmp_path, byte_level_tokenizer(add_bos_token=stored), config)
+    ).encode("x")
+    assert (ids[0] == 1, len(ids)) == (stored, 1 + stored)
 
 
 def test_tokens_that_only_the_config_knows_are_added(tmp_path):
@@ -165,7 +155,7 @@ def test_damaged_tokenizer_json_is_refused(content, tmp_path):
         Tokenizer.from_files(Files("hf", tmp_path))
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"bos_token": 7}', '{"add_bos_token": "yes"}'])
+@pytest.mark.parametrize("content", ["{", "[1]", '{"bos_token": 7}', '{"added_tokens_decoder": []}'])
 def test_damaged_tokenizer_config_is_refused(content, tmp_path):
     files = write_directory(tmp_path, byte_level_tokenizer())
     (tmp_path / "tokenizer_config.json").write_text(content)

@@ -1,4 +1,7 @@
-"""The tokenizer of a Hugging Face directory: tokenizer.json, corrected by tokenizer_config.json as transformers does it."""
+"""The tokenizer of a Hugging Face directory: tokenizer.json, with the tokens that only tokenizer_config.json names.
+
+What is put around a text is what tokenizer.json says; ``add_bos_token`` of the config is from before it, and not read.
+"""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,7 +11,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Pipeline
 
 from kilat.base.errors import ModelFileError
-from kilat.text.pipeline import Built, wrap
+from kilat.text.pipeline import Built
 from kilat.text.spelling import SPACE, Spelling
 
 MAX_FILE_BYTES = 128 << 20
@@ -29,8 +32,6 @@ class TokenizerConfig(msgspec.Struct, frozen=True):
     pad_token: _Token = None
     additional_special_tokens: list[str | dict[str, Any]] | None = None
     added_tokens_decoder: dict[str, dict[str, Any]] | None = None
-    add_bos_token: bool | None = None
-    add_eos_token: bool | None = None
     chat_template: str | list[dict[str, str]] | None = None
 
 
@@ -57,12 +58,6 @@ def build(path: Path) -> Built:
     config = read_config(path)
     _add_missing(pipeline, config)
     bos_id, eos_id = _id_of(pipeline, config.bos_token), _id_of(pipeline, config.eos_token)
-    if config.add_bos_token is not None or config.add_eos_token is not None:
-        wrap(
-            pipeline,
-            bos_id=bos_id if config.add_bos_token else None,
-            eos_id=eos_id if config.add_eos_token else None,
-        )
     return Built(pipeline, spelling, bos_id, eos_id)
 
 
