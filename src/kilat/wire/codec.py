@@ -35,5 +35,5 @@ def _decode(decoder: "msgspec.msgpack.Decoder[_T]", frame: bytes) -> _T:
         raise PeerError(f"a frame has {len(frame)} bytes, limit {MAX_FRAME_BYTES}")
     try:
         return decoder.decode(frame)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, RecursionError) as e:
         raise PeerError(f"a frame could not be read: {e}") from e

@@ -54,7 +54,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
     protocol: int = PROTOCOL_VERSION
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     """Log-probability (natural log) of one token, and the likeliest alternatives as (token id, logprob), best first."""
 
     token_id: int
@@ -62,7 +62,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: list[tuple[int, float]] = []
 
 
-class SessionEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SessionEvent(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     """News of one session from one step.
 
     ``token_ids`` are new output tokens (usually one). ``finish`` is None while it runs, else ``stop``, ``length``, ``abort`` or

@@ -1,11 +1,10 @@
 """What a request asks of the sampler. Checked once, at the door, by :func:`check`; the engine trusts it afterwards."""
 
-import math
-
 import msgspec
 
 from kilat.base.errors import LimitError, RequestError
 
+MAX_COUNT = 2**31 - 1
 MAX_SAMPLES = 16
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -64,9 +63,9 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("repetition_penalty", 1e-6, 100.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("top_k", 0, 2**31 - 1),
+    ("top_k", 0, MAX_COUNT),
     ("n", 1, MAX_SAMPLES),
-    ("min_tokens", 0, 2**31 - 1),
+    ("min_tokens", 0, MAX_COUNT),
 )
 
 
@@ -75,14 +74,14 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
     context: that needs the prompt (``policy/sched`` does it at submission)."""
     for name, low, high in _RANGES:
         value = getattr(params, name)
-        if not math.isfinite(value) or not low <= value <= high:
-            raise LimitError(f"{name} is {value}, allowed {low:g} to {high:g}", param=name)
+        if not low <= value <= high:  # false for NaN too
+            raise LimitError(f"{name} is {value}, allowed {low:.10g} to {high:.10g}", param=name)
     if params.top_p == 0.0:
         raise LimitError("top_p is 0, allowed above 0 to 1; use temperature 0 for greedy", param="top_p")
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise LimitError(f"seed is {params.seed}, allowed 64-bit integers", param="seed")
-    if params.max_tokens is not None and params.max_tokens < 1:
-        raise LimitError(f"max_tokens is {params.max_tokens}, allowed 1 or more", param="max_tokens")
+    if params.max_tokens is not None and not 1 <= params.max_tokens <= MAX_COUNT:
+        raise LimitError(f"max_tokens is {params.max_tokens}, allowed 1 to {MAX_COUNT}", param="max_tokens")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise RequestError(
             f"min_tokens is {params.min_tokens}, above max_tokens {params.max_tokens}", param="min_tokens"
@@ -123,7 +122,7 @@ def _check_bias(params: SamplingParams, vocab_size: int) -> None:
             raise LimitError(
                 f"logit_bias names token id {i}, allowed 0 to {vocab_size - 1}", param="logit_bias"
             )
-        if not math.isfinite(b) or not -100.0 <= b <= 100.0:
+        if not -100.0 <= b <= 100.0:
             raise LimitError(f"logit_bias of token id {i} is {b}, allowed -100 to 100", param="logit_bias")
 
 
