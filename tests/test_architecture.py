@@ -39,8 +39,10 @@ def test_logic_room_has_more_lines_of_tests_than_of_code(room: str) -> None:
 
 
 def test_every_test_can_fail() -> None:
-    names = [(p.relative_to(sizes.ROOT).as_posix(), p.read_text()) for p in TESTS]
-    assert [line for name, text in names for line in architecture.tests_that_cannot_fail(name, text)] == []
+    sources = {p.relative_to(sizes.ROOT).as_posix(): p.read_text() for p in TESTS}
+    helpers = frozenset().union(*(architecture.asserting(s) for n, s in sources.items() if "/test_" not in n))
+    found = [x for n, s in sources.items() for x in architecture.tests_that_cannot_fail(n, s, helpers)]
+    assert found == []
 
 
 def test_table_of_rooms_has_no_cycle() -> None:
@@ -224,11 +226,14 @@ def test_test_that_cannot_fail_is_caught(source: str) -> None:
         "def test_a():\n    assert f() == 1",
         "def test_a():\n    with pytest.raises(ValueError):\n        f()",
         "def same(a, b):\n    assert a == b\n\ndef both(a):\n    same(a, a)\n\ndef test_a():\n    both(1)",
+        "def until(f):\n    with timeout(10):\n        while not f():\n            pause()\n\ndef test_a():\n    until(f)",
+        "from tests.x import until\n\ndef test_a():\n    until(f)",
         "class M(RuleBasedStateMachine):\n    @invariant()\n    def holds(self):\n        assert self.x\n\nTestM = M.TestCase",
     ],
 )
 def test_test_that_can_fail_is_accepted(source: str) -> None:
-    assert list(architecture.tests_that_cannot_fail("tests/x/test_x.py", source)) == []
+    helpers = architecture.asserting("def until(f):\n    if not f():\n        raise TimeoutError")
+    assert list(architecture.tests_that_cannot_fail("tests/x/test_x.py", source, helpers)) == []
 
 
 @pytest.mark.parametrize("text", ["see /home/ada/kilat", "x = '/root/models'", "cd /opt/kilat && ls"])

@@ -234,27 +234,35 @@ def no_machine_path(name: str, source: str) -> Iterator[str]:
             yield f"{name}:{number}: a path of one machine: {found.group()}"
 
 
-def tests_that_cannot_fail(name: str, source: str) -> Iterator[str]:
-    """Every test function asserts, expects an error, or calls a function that does; no test imports bench."""
+def tests_that_cannot_fail(name: str, source: str, helpers: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Every test function asserts, expects an error, or calls a function that does; no test imports bench.
+
+    ``helpers`` are functions of other test files that do, from :func:`asserting`.
+    """
     module = Module(name, source)
     for line, target in imports(module):
         if target.split(".")[0] == "bench":
             yield f"{name}:{line}: a test imports {target}"
-    found = [n for n in ast.walk(module.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    sure = {f.name for f in found if any(_asserts(n) for n in ast.walk(f))}
+    sure = asserting(source, helpers)
+    tests = [f for f in _functions(module.tree) if f.name.startswith("test")]
+    for function in tests:
+        if function.name not in sure:
+            yield f"{name}:{function.lineno}: {function.name} asserts nothing"
+    if name.split("/")[-1].startswith("test_") and not sure - helpers and not tests:
+        yield f"{name}:1: asserts nothing"
+
+
+def asserting(source: str, helpers: frozenset[str] = frozenset()) -> frozenset[str]:
+    """``helpers`` and the names of functions that can fail a test: they assert, or (if no test themselves) raise or run out of time."""
+    found = _functions(ast.parse(source))
+    sure = {
+        f.name for f in found if any(_asserts(n, f.name.startswith("test")) for n in ast.walk(f))
+    } | helpers
     size = -1
     while len(sure) != size:
         size = len(sure)
         sure |= {f.name for f in found if any(_calls(n, sure) for n in ast.walk(f))}
-    for function in found:
-        if function.name.startswith("test") and function.name not in sure:
-            yield f"{name}:{function.lineno}: {function.name} asserts nothing"
-    if (
-        name.split("/")[-1].startswith("test_")
-        and not sure
-        and not any(f.name.startswith("test") for f in found)
-    ):
-        yield f"{name}:1: asserts nothing"
+    return frozenset(sure)
 
 
 RULES = (
@@ -305,11 +313,16 @@ def _changed_name(node: ast.Subscript | ast.Call) -> str:
     return ""
 
 
-def _asserts(node: ast.AST) -> bool:
+def _asserts(node: ast.AST, in_test: bool) -> bool:
     if isinstance(node, ast.Call):
         last = _name(node.func).split(".")[-1]
-        return last in ("raises", "fail", "warns") or last.startswith(("assert_", "check"))
-    return isinstance(node, ast.Assert)
+        waits = last in ("timeout", "wait_for") and not in_test
+        return waits or last in ("raises", "fail", "warns") or last.startswith(("assert_", "check"))
+    return isinstance(node, ast.Assert) or (isinstance(node, ast.Raise) and not in_test)
+
+
+def _functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def _calls(node: ast.AST, names: set[str]) -> bool:
