@@ -7,7 +7,7 @@ from kilat.base import metrics
 from kilat.engine.core import Engine, EngineInfo
 from kilat.engine.grammar import GrammarCompiler
 from kilat.engine.kv_memory import KvLayout, allocate_pool
-from kilat.engine.runner import Runner
+from kilat.engine.runner import HostRunner
 from kilat.engine.sampler import Sampler
 from kilat.ops import kernels as reference_kernels
 from kilat.ops.kernels import Kernels
@@ -62,7 +62,7 @@ def make_engine(
     grammars = GrammarCompiler(byte_tokenizer_json(), model.config.vocab_size, (EOS,)) if grammar else None
     sampler = Sampler(model.kernels, (EOS,))
     pool = allocate_pool(layout, n_pages, torch.device("cpu"))
-    runner = Runner(model, pool, page_tokens, sampler, grammars.ready if grammars else None)
+    runner = HostRunner(model, pool, page_tokens, sampler, grammars.ready if grammars else None, depth)
     info = EngineInfo(
         "tiny",
         max_len,

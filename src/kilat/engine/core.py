@@ -6,14 +6,14 @@ What may not be added here: a decision (policy/sched), math (models, ops), text 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kilat.base import metrics
 from kilat.base.errors import EngineError, KilatError, RequestError
 from kilat.engine.grammar import COMPILE_LIMIT_S, GrammarCompiler, Matcher
-from kilat.engine.runner import Runner
-from kilat.policy.sched.plan import StepPlan, StepResult
+from kilat.engine.runner import Flying, Runner
+from kilat.policy.sched.plan import StepPlan
 from kilat.policy.sched.scheduler import Scheduler
 from kilat.wire.messages import SessionEvent
 from kilat.wire.sampling import check
@@ -48,7 +48,7 @@ class _Compiling:
 class Engine:
     """Runs sessions step by step. ``now`` is injected so that tests own the time.
 
-    With ``depth`` 2 the next plan is made while the step before runs in a thread of its own; with 1 everything is in line.
+    With ``depth`` 2 the next plan is made while the step before runs; with 1 everything is in line.
     """
 
     def __init__(
@@ -69,10 +69,7 @@ class Engine:
         self.step_started_s: float | None = None
         self._depth = depth
         self._now = now
-        self._executor: Executor | None = (
-            ThreadPoolExecutor(1, thread_name_prefix="step") if depth > 1 else None
-        )
-        self._flying: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self._flying: deque[tuple[StepPlan, Flying]] = deque()
         self._compiling: dict[str, _Compiling] = {}
         self._step_s = 0.0
 
@@ -122,23 +119,16 @@ class Engine:
         plan = self.scheduler.plan(self._now()) if len(self._flying) < self._depth else None
         if plan is not None:
             self.step_started_s = begin
-            self._flying.append((plan, self._launch(plan)))
+            self._flying.append((plan, self.runner.launch(plan)))
         if self._flying and (plan is None or len(self._flying) == self._depth):
-            done, future = self._flying.popleft()
-            events += self.scheduler.commit(done, future.result(), self._now())
+            done, flying = self._flying.popleft()
+            events += self.scheduler.commit(done, flying.result(), self._now())
             self.step_count += 1
             self.step_started_s = begin if self._flying else None
             self._step_s += self._now() - begin
         elif plan is None and self._compiling:
             self._await_compile()
         return events
-
-    def _launch(self, plan: StepPlan) -> "Future[StepResult]":
-        if self._executor is not None:
-            return self._executor.submit(self.runner.run, plan)
-        future: Future[StepResult] = Future()
-        future.set_result(self.runner.run(plan))
-        return future
 
     def _await_compile(self) -> None:
         """Nothing runs: give the compiling threads a moment instead of spinning."""
@@ -176,8 +166,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the threads. Running sessions are dropped without events."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
+        self.runner.close()
         if self.grammars is not None:
             self.grammars.close()
 

@@ -5,6 +5,7 @@ A session's sampler state is a function of its tokens: :meth:`Sampler.admit` bui
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ from kilat.ops.kernels import Kernels
 from kilat.ops.sample import Filter, top_logprobs
 from kilat.policy.sched.plan import Admitted, Row, StepResult
 from kilat.wire.messages import TokenLogprob
-from kilat.wire.sampling import SamplingParams
+from kilat.wire.sampling import Grammar, SamplingParams
 
 
 @dataclass(slots=True)
@@ -66,6 +67,12 @@ class Sampler:
             seen=frozenset(admitted.token_ids[: admitted.n_prompt]) if penalised else frozenset(),
             counts=Counter(output) if penalised else Counter(),
         )
+
+    def admit_all(self, admitted: list[Admitted], matcher_of: Callable[[Grammar], Matcher] | None) -> None:
+        """Admit the sessions of a plan; ``matcher_of`` gives a matcher at the start of a grammar."""
+        for a in admitted:
+            grammar = a.params.grammar
+            self.admit(a, matcher_of(grammar) if grammar is not None and matcher_of is not None else None)
 
     def forget(self, session_id: str) -> None:
         self.states.pop(session_id, None)
