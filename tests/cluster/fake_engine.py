@@ -33,7 +33,7 @@ WORDS = ["sun", "moon", "café", "river", "星", "wind", "naïve", "stone", "�
 
 @dataclass(frozen=True)
 class FakeSettings:
-    """``start``: ok, bad (ConfigError), raise. ``die_after_steps``: exit in that step, 0 for never."""
+    """``start``: ok, bad (ConfigError), raise, exit (die at once). ``die_after_steps``: exit in that step, 0 for never."""
 
     step_s: float = 0.0
     max_model_len: int = 512
@@ -60,6 +60,8 @@ class FakeEngine:
     def __init__(self, settings: FakeSettings) -> None:
         if settings.start == "bad":
             raise ConfigError("the model's config says num_heads 0")
+        if settings.start == "exit":
+            os._exit(9)
         if settings.start == "raise":
             raise RuntimeError("no luck")
         self.settings = settings

@@ -63,7 +63,7 @@ def test_idle_connections_do_not_hold_up_the_end(start: Start) -> None:
 
 
 def test_signal_while_the_model_loads_ends_the_server(start: Start) -> None:
-    server = start(engine={"start": "raise"}, wait=False, backoff_s=60.0)
+    server = start(engine={"start": "exit"}, wait=False, backoff_s=60.0)
     eventually(lambda: "worker_died" in server.log(), "it waits to start the worker again")
     server.terminate()
     assert server.wait(20) == 0

@@ -103,14 +103,17 @@ def test_worker_that_dies_for_good_ends_the_server_with_an_error(start: Start) -
     assert "giving up: the worker died 3 times" in server.log()
 
 
-def test_model_that_cannot_be_loaded_ends_the_server_at_once_with_its_reason(start: Start) -> None:
-    server = start(engine={"start": "bad"}, wait=False)
+@pytest.mark.parametrize(("how", "reason"), [("bad", "num_heads 0"), ("raise", "RuntimeError")])
+def test_model_that_cannot_be_loaded_ends_the_server_at_once_with_its_reason(
+    start: Start, how: str, reason: str
+) -> None:
+    server = start(engine={"start": how}, wait=False)
     assert server.wait(30) == 1
-    assert "num_heads 0" in server.log()
+    assert reason in server.log().splitlines()[-1]
     assert server.log().count("worker_started") == 1
 
 
 def test_worker_that_never_starts_is_tried_again_and_then_given_up(start: Start) -> None:
-    server = start(engine={"start": "raise"}, wait=False, backoff_s=0.01, max_failures=2)
+    server = start(engine={"start": "exit"}, wait=False, backoff_s=0.01, max_failures=2)
     assert server.wait(30) == 1
     assert server.log().count("worker_started") == 2

@@ -18,7 +18,7 @@ from kilat.base.log import event, get_logger
 from kilat.cluster.config import ServeConfig
 from kilat.cluster.gateway.errors import worker_died
 from kilat.cluster.gateway.link import WorkerLink
-from kilat.cluster.worker_config import EXIT_BAD_CONFIG, WorkerConfig, write_config
+from kilat.cluster.worker_config import EXIT_BAD_CONFIG, EXIT_START_FAILED, WorkerConfig, write_config
 
 MAX_BACKOFF_S = 10.0
 WATCH_S = 0.5
@@ -44,17 +44,20 @@ class Supervisor:
 
     async def run(self, on_restart: Callable[[], None]) -> None:
         """Returns when the worker has ended because :meth:`stop` was called. Raises EngineError when it cannot be kept alive."""
+        ever_ready = False
         while not self._stopping.is_set():
             process = self._spawn()
             watcher = asyncio.create_task(self._watch(process))
             code = await asyncio.get_running_loop().run_in_executor(None, process.wait)
             watcher.cancel()
+            ever_ready = ever_ready or self._link.hello is not None
             reason = self._link.fatal or _exit_words(code)
             self._link.lost(worker_died(_exit_words(code)))
             if self._stopping.is_set():
                 return
             event(_log, "worker_died", pid=process.pid, code=code, reason=repr(reason))
-            if code == EXIT_BAD_CONFIG:
+            # A first start that failed in building the engine fails the same way again.
+            if code == EXIT_BAD_CONFIG or (code == EXIT_START_FAILED and not ever_ready):
                 raise EngineError(reason)
             if await self._stopped_within(self._pause_s(reason)):
                 return
