@@ -10,6 +10,7 @@ import pytest
 
 from kilat.base.errors import PeerError
 from kilat.cli import server
+from kilat.cli.main import build_parser
 from kilat.cli.server import ChildServer
 
 pytestmark = pytest.mark.cluster
@@ -70,6 +71,41 @@ def test_child_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -
     one.wait_ready(30)
     one.stop()
     wait_gone(one.pid)
+
+
+class FakeChild:
+    """Stands for a child that serves at once."""
+
+    commands: list[list[str]] = []
+
+    def __init__(self, command: list[str]) -> None:
+        self.commands.append(command)
+
+    def wait_ready(self, timeout_s: float) -> str:
+        return "http://127.0.0.1:4711"
+
+    def stop(self) -> None:
+        self.commands.append(["stop"])
+
+
+def test_own_server_gets_a_free_port_the_engine_options_and_the_models_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "ChildServer", FakeChild)
+    monkeypatch.setattr(FakeChild, "commands", [])
+    (tmp_path / "config.json").write_text("{}")
+    args = build_parser().parse_args(["chat", str(tmp_path), "--threads", "3"])
+    with pytest.raises(ValueError, match="oops"), server.target(args) as target:
+        assert (target.url, target.model, target.source) == (
+            "http://127.0.0.1:4711",
+            tmp_path.name,
+            str(tmp_path),
+        )
+        raise ValueError("oops")
+    [command, stop] = FakeChild.commands
+    assert command[1:5] == ["-m", "kilat.cli", "serve", str(tmp_path)] and stop == ["stop"]
+    child = build_parser().parse_args(command[3:])
+    assert (child.host, child.port, child.threads, child.stop_at_stdin_end) == ("127.0.0.1", 0, 3, True)
 
 
 def test_child_ends_when_its_parent_is_killed() -> None:

@@ -162,7 +162,8 @@ def test_killed_run_takes_its_server_along_and_the_next_one_finishes(model: Path
     )
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(r["custom_id"] for r in found) == sorted(r["custom_id"] for r in rows)
-    assert all(r["response"]["body"]["usage"]["completion_tokens"] == 12 for r in found)
+    bodies = [r["response"]["body"] for r in found]
+    assert all(b["usage"]["completion_tokens"] == 12 and b["model"] == model.name for b in bodies)
 
 
 def test_throughput_is_measured_in_this_process(model: Path, tmp_path: Path) -> None:

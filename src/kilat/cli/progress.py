@@ -4,7 +4,7 @@ Progress protocol.
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -21,6 +21,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from kilat.cli.text import n_bytes_text
+
 PLAIN_INTERVAL_S = 5.0
 
 
@@ -30,7 +32,7 @@ class TransferBar:
     """
 
     def __init__(self) -> None:
-        self._bar = _Bar((DownloadColumn(binary_units=True), TransferSpeedColumn()), "bytes")
+        self._bar = _Bar((DownloadColumn(binary_units=True), TransferSpeedColumn()), n_bytes_text)
 
     def __enter__(self) -> "TransferBar":
         return self
@@ -54,7 +56,7 @@ class RowBar:
     """
 
     def __init__(self, label: str, total: int, done: int = 0) -> None:
-        self._bar = _Bar((MofNCompleteColumn(), _RateColumn()), "rows")
+        self._bar = _Bar((MofNCompleteColumn(), _RateColumn()), _number)
         self._args = (label, total, done)
 
     def __enter__(self) -> "RowBar":
@@ -80,14 +82,18 @@ def spinner(label: str) -> Iterator[None]:
         yield
 
 
+def _number(n: float) -> str:
+    return f"{n:,.1f}".removesuffix(".0")
+
+
 class _RateColumn(ProgressColumn):
     def render(self, task: Task) -> str:
         return f"{task.speed:.1f}/s" if task.speed else "-/s"
 
 
 class _Bar:
-    def __init__(self, columns: tuple[ProgressColumn, ...], unit: str) -> None:
-        self._columns, self._unit = columns, unit
+    def __init__(self, columns: tuple[ProgressColumn, ...], show: Callable[[float], str]) -> None:
+        self._columns, self._show = columns, show
         self._console = Console(stderr=True)
         self._rich: Progress | None = None
         self._task = TaskID(0)
@@ -123,5 +129,5 @@ class _Bar:
     def _say(self) -> None:
         rate = (self._done - self._first) / max(time.monotonic() - self._began, 1e-6)
         left = f"{(self._total - self._done) / rate:.0f} s left" if rate > 0 else "time left unknown"
-        text = f"{self._label}: {self._done:,} of {self._total:,} {self._unit}, {rate:,.1f}/s, {left}"
-        print(text, file=sys.stderr, flush=True)
+        amount = f"{self._show(self._done)} of {self._show(self._total)}"
+        print(f"{self._label}: {amount}, {self._show(rate)}/s, {left}", file=sys.stderr, flush=True)

@@ -25,7 +25,6 @@ from kilat.cli.progress import spinner
 
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 15.0
-SERVED_NAME = "kilat"
 LOG_BYTES = 1 << 20
 _READY = re.compile(r"^ready: .* at (http://\S+)/v1", re.MULTILINE)
 
@@ -80,19 +79,9 @@ def target(args: argparse.Namespace) -> Iterator[Target]:
         yield asyncio.run(_given(args.url, model, args.api_key))
         return
     assert model is not None
-    fetch(model)  # download here, where the progress can be seen
-    command = [
-        sys.executable,
-        "-m",
-        "kilat.cli",
-        "serve",
-        model,
-        "--host",
-        "127.0.0.1",
-        "--served-model-name",
-        SERVED_NAME,
-    ]
-    command += ["--drain-timeout", "0", "--stop-at-stdin-end", *engine_argv(args)]
+    files = fetch(model)  # download here, where the progress can be seen
+    command = [sys.executable, "-m", "kilat.cli", "serve", model, "--port", "0", "--drain-timeout", "0"]
+    command += ["--stop-at-stdin-end", *engine_argv(args)]
     with spinner(f"starting {model}"):
         server = ChildServer(command)
         try:
@@ -101,7 +90,7 @@ def target(args: argparse.Namespace) -> Iterator[Target]:
             server.stop()
             raise
     try:
-        yield Target(url, SERVED_NAME, model, child=server)
+        yield Target(url, files.name, model, child=server)
     finally:
         server.stop()
 
