@@ -20,7 +20,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", forbid_unknown_fields=Tr
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
-    """Stop these sessions (ids or branch ids; an id without ``#`` stops all its branches). Unknown ids are ignored: abort is idempotent."""
+    """Stop these sessions. An id without ``#`` stops all its samples, ``id#0`` sample 0 alone. Unknown ids are ignored: abort is
+    idempotent."""
 
     session_ids: list[str]
 

@@ -81,11 +81,14 @@ class Scheduler:
             roster.add(s)
 
     def abort(self, session_ids: Iterable[str], now_s: float) -> list[SessionEvent]:
-        """End sessions in any state; an id without ``#`` ends all samples of that request. Unknown ids are ignored."""
+        """End sessions in any state; an id without ``#`` ends all samples of that request, ``id#0`` sample 0 alone. Unknown ids are
+        ignored."""
         events = []
         for session_id in session_ids:
             ids = (
-                [session_id] if "#" in session_id else [branch_id(session_id, k) for k in range(MAX_SAMPLES)]
+                [session_id.removesuffix("#0")]
+                if "#" in session_id
+                else [branch_id(session_id, k) for k in range(MAX_SAMPLES)]
             )
             events += [self._end(s, "abort") for s in map(self._roster.live.get, ids) if s is not None]
         if events:
