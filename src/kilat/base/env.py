@@ -7,10 +7,17 @@ other setting is a flag or a config field.
 import os
 from pathlib import Path
 
+from kilat.base.errors import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning")
+
 
 def log_level() -> str:
-    """Log level name, upper case."""
-    return os.environ.get("KILAT_LOG", "info").upper()
+    """Log level name, upper case. Raises ConfigError for one that is not known."""
+    level = os.environ.get("KILAT_LOG") or "info"
+    if level.lower() not in LOG_LEVELS:
+        raise ConfigError(f"KILAT_LOG is {level!r}; use one of {', '.join(LOG_LEVELS)}")
+    return level.upper()
 
 
 def cache_dir() -> Path:
