@@ -5,6 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kilat.base import metrics
 from kilat.engine.core import Engine, EngineInfo
+from kilat.engine.device_runner import DeviceLimits, DeviceRunner
 from kilat.engine.grammar import GrammarCompiler
 from kilat.engine.kv_memory import KvLayout, allocate_pool
 from kilat.engine.runner import HostRunner
@@ -42,9 +43,18 @@ def tiny_model(name: str = "llama", kernels: Kernels | None = None, vocab_size: 
 
 
 def make_engine(
-    model, *, n_pages=64, page_tokens=8, step_tokens=64, seqs=8, depth=1, cache=True, grammar=False
+    model,
+    *,
+    n_pages=64,
+    page_tokens=8,
+    step_tokens=64,
+    seqs=8,
+    depth=1,
+    cache=True,
+    grammar=False,
+    runner="host",
 ) -> Engine:
-    """An engine over ``model`` with a pool of ``n_pages``."""
+    """An engine over ``model`` with a pool of ``n_pages``; ``runner`` "device" is the CUDA runner, here on the CPU."""
     a = model.config.attention[0]
     layout = KvLayout(len(model.layers), page_tokens, a.n_kv, a.head_dim, torch.float32)
     max_len = min(model.config.max_positions, n_pages * page_tokens)
@@ -61,8 +71,14 @@ def make_engine(
     scheduler = Scheduler(config, model_id="tiny", eos_ids=(EOS,))
     grammars = GrammarCompiler(byte_tokenizer_json(), model.config.vocab_size, (EOS,)) if grammar else None
     sampler = Sampler(model.kernels, (EOS,))
-    pool = allocate_pool(layout, n_pages, torch.device("cpu"))
-    runner = HostRunner(model, pool, page_tokens, sampler, grammars.ready if grammars else None, depth)
+    device = model.embedding.device
+    pool = allocate_pool(layout, n_pages + 1, device)
+    matcher_of = grammars.ready if grammars else None
+    if runner == "device":
+        limits = DeviceLimits(page_tokens, seqs, max_len, scratch_page=n_pages)
+        runs = DeviceRunner(model, pool, limits, sampler, matcher_of)
+    else:
+        runs = HostRunner(model, pool, page_tokens, sampler, matcher_of, depth)
     info = EngineInfo(
         "tiny",
         max_len,
@@ -75,12 +91,12 @@ def make_engine(
         "reference",
         {},
     )
-    return Engine(info, scheduler, runner, grammars, depth=depth)
+    return Engine(info, scheduler, runs, grammars, depth=depth)
 
 
 def record(session_id: str, prompt: list[int], **params) -> SessionRecord:
     """A session with a seed and, by default, 12 greedy tokens."""
-    base = dict(temperature=0.0, max_tokens=12, seed=5)
+    base = {"temperature": 0.0, "max_tokens": 12, "seed": 5}
     return SessionRecord(session_id, prompt, SamplingParams(**{**base, **params}))
 
 

@@ -2,12 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kilat.ops.sample import Filter, greedy, philox, sample_row, top_logprobs, uniform
+from kilat.ops.sample import Draws, Filter, draw, greedy, philox, sample_row, top_logprobs, uniform, uniforms
 
 pytestmark = pytest.mark.cpu
 
@@ -74,7 +75,9 @@ def kept_by_oracle(logits: list[float], f: Filter) -> set[int]:
     st.sampled_from([0.05, 0.31, 0.77, 0.96, 1.0]),
     st.sampled_from([0.0, 0.03, 0.4]),
 )
-def test_only_tokens_that_the_filters_keep_are_drawn_and_all_of_them_can_be(values, temperature, top_k, top_p, min_p):
+def test_only_tokens_that_the_filters_keep_are_drawn_and_all_of_them_can_be(
+    values, temperature, top_k, top_p, min_p
+):
     # quarter steps make ties; odd filter values keep sums away from the thresholds
     logits = torch.tensor([v / 4 for v in values])
     f = filter_of(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -123,3 +126,41 @@ def test_top_logprobs_are_log_softmax_best_first_and_ties_by_id():
     assert [i for i, _ in top] == [1, 2, 0]
     assert [v for _, v in top] == pytest.approx([float(expected[i]) for i in (1, 2, 0)], abs=1e-6)
     assert top_logprobs(logits, 0, 0)[1] == []
+
+
+def test_uniforms_of_a_batch_equal_the_single_ones():
+    seeds = np.array([0, 1, -1, 2**40 + 5, -(2**63), 2**63 - 1], np.int64)
+    positions = np.array([0, 1, 2, 77, 2**31 - 1, 5], np.int64)
+    assert uniforms(seeds, positions).tolist() == [uniform(int(s), int(p)) for s, p in zip(seeds, positions)]
+
+
+def draws_of(filters: list[Filter]) -> Draws:
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([getattr(f, name) for f in filters], dtype=dtype)
+
+    u = torch.tensor([uniform(f.seed, f.position) for f in filters])
+    floats = [column(n, torch.float32) for n in ("temperature", "top_p", "min_p")]
+    return Draws(floats[0], column("top_k", torch.int32), floats[1], floats[2], u)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_the_batch_form_draws_what_the_row_form_draws(filtered):
+    logits = torch.randn(64, 999, generator=torch.Generator().manual_seed(3)) * 3
+    choices = (
+        [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (40, 0.9, 0.02)]
+        if filtered
+        else [(0, 1.0, 0.0)]
+    )
+    filters = []
+    for i in range(64):
+        top_k, top_p, min_p = choices[i % len(choices)]
+        filters.append(filter_of(position=i, top_k=top_k, top_p=top_p, min_p=min_p, temperature=0.5 + i % 3))
+    ids = draw(logits, draws_of(filters), filtered=filtered)
+    assert ids.tolist() == [sample_row(logits[i], f) for i, f in enumerate(filters)]
+
+
+def test_the_batch_form_is_greedy_at_temperature_zero_and_marks_rows_that_are_not_finite():
+    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, float("nan"), 1.0], [5.0, 0.0, 0.0]])
+    assert draw(logits, None, filtered=False).tolist() == [1, -2, 0]
+    cold = [filter_of(temperature=t) for t in (0.0, 0.0, 1e-3)]
+    assert draw(logits, draws_of(cold), filtered=True).tolist() == [1, -2, 0]

@@ -54,7 +54,13 @@ class HostRunner:
     """
 
     def __init__(
-        self, model: Model, kv: Tensor, page_tokens: int, sampler: Sampler, matcher_of: MatcherOf | None, depth: int
+        self,
+        model: Model,
+        kv: Tensor,
+        page_tokens: int,
+        sampler: Sampler,
+        matcher_of: MatcherOf | None,
+        depth: int,
     ) -> None:
         self.model, self.kv, self.page_tokens = model, kv, page_tokens
         self.sampler, self.matcher_of = sampler, matcher_of

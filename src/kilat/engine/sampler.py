@@ -77,6 +77,11 @@ class Sampler:
     def forget(self, session_id: str) -> None:
         self.states.pop(session_id, None)
 
+    def is_easy(self, row: Row) -> bool:
+        """Whether the row's ids can be drawn from its logits alone, with nothing reported beside them."""
+        s = self.states[row.session_id]
+        return not row.prompt_logprobs and (not row.sample or (s.plain and s.params.logprobs is None))
+
     def sample(self, rows: list[Row], logits: Tensor) -> StepResult:
         """logits [S, V] of the rows that sample or want prompt log-probabilities, in the order of ``StepBatch.logits_at``."""
         token_ids: list[list[int]] = [[] for _ in rows]
@@ -115,7 +120,8 @@ class Sampler:
         if s.plain and p.temperature == 0.0:
             token = best
         else:
-            logits = raw.float().clone()
+            # one row is small, and everything below is per row: on the host, whatever device computed it
+            logits = raw.float().cpu().clone()
             reason = self._adjust(s, logits)
             if reason is not None:
                 result.failed[i] = reason
@@ -128,7 +134,7 @@ class Sampler:
                     logits, Filter(p.temperature, p.top_k, p.top_p, p.min_p, s.seed, position)
                 )
         if p.logprobs is not None:
-            result.logprobs[i] = [_logprob(raw.float(), token, p.logprobs)]
+            result.logprobs[i] = [_logprob(raw.float().cpu(), token, p.logprobs)]
         s.n_output += 1
         if s.penalised:
             s.counts[token] += 1
@@ -165,7 +171,7 @@ class Sampler:
         state = self.states[row.session_id]
         following = state.prompt_ids[row.start + 1 : row.start + row.n_tokens + 1]
         k = state.params.prompt_logprobs or 0
-        return [_logprob(logits[j].float(), token, k) for j, token in enumerate(following)]
+        return [_logprob(logits[j].float().cpu(), token, k) for j, token in enumerate(following)]
 
 
 def _logprob(logits: Tensor, token: int, k: int) -> TokenLogprob:

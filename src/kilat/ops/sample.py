@@ -7,6 +7,7 @@ a preemption, and on another machine with equal logits.
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,19 @@ def uniform(seed: int, position: int, purpose: int = DRAW) -> float:
     """A number in (0, 1), an odd multiple of 2^-24: exactly representable in fp32 on every device."""
     word = philox((seed & _MASK, (seed >> 32) & _MASK), (position & _MASK, purpose, 0, 0))[0]
     return ((word >> 9) + 0.5) * 2.0**-23
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray, purpose: int = DRAW) -> np.ndarray:
+    """:func:`uniform` of many (seed, position) pairs at once: int64 arrays [B] -> fp32 [B], the same numbers."""
+    low = np.uint64(_MASK)
+    k0, k1 = seeds.astype(np.uint64) & low, seeds.astype(np.uint64) >> np.uint64(32)
+    c0, c1 = positions.astype(np.uint64) & low, np.full(len(seeds), purpose, np.uint64)
+    c2 = c3 = np.zeros(len(seeds), np.uint64)
+    for _ in range(10):
+        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (b >> np.uint64(32)) ^ c1 ^ k0, b & low, (a >> np.uint64(32)) ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return ((c0 >> np.uint64(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,3 +113,45 @@ def top_logprobs(logits: Tensor, token_id: int, k: int) -> tuple[float, list[tup
     ids = (logits >= floor).nonzero().flatten()
     pairs = sorted(zip(ids.tolist(), (logits[ids] - norm).tolist()), key=lambda p: (-p[1], p[0]))
     return own, pairs[:k]
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Sampling parameters of a batch as tensors [B] on the logits' device: ``top_k`` int32, the others fp32; ``u`` is the uniform of each
+    row's position. A row with temperature 0 is greedy."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    u: Tensor
+
+
+def draw(logits: Tensor, draws: Draws | None, *, filtered: bool) -> Tensor:
+    """logits [B, V] -> token ids [B] int32, without a word to the host; a row whose largest logit is not finite gives -2.
+
+    The batch form of :func:`sample_row`, for devices where a launch per row would cost too much. ``draws`` None: every row is greedy.
+    ``filtered`` False: no row has a top_k, top_p or min_p. Bits may depend on the batch where the device's scans do.
+    """
+    top, ids = logits.max(dim=-1)
+    if draws is not None:
+        ids = torch.where(draws.temperature > 0, _draw_rows(logits, draws, filtered=filtered), ids)
+    return torch.where(torch.isfinite(top), ids, -2).to(torch.int32)
+
+
+def _draw_rows(logits: Tensor, d: Draws, *, filtered: bool) -> Tensor:
+    x = logits.float() / torch.where(d.temperature > 0, d.temperature, 1.0)[:, None]
+    top = x.amax(-1, keepdim=True)
+    weights = torch.exp(x - top)
+    if filtered:
+        best = x.sort(dim=-1, descending=True).values
+        kth = best.gather(1, (d.top_k.long() - 1).clamp(0, x.shape[1] - 1)[:, None])
+        threshold = torch.where(d.top_k[:, None] > 0, kth, -math.inf)
+        threshold = torch.maximum(threshold, top + d.min_p.log()[:, None])
+        kept = torch.where(best >= threshold, torch.exp(best - top), 0.0).cumsum(-1, dtype=torch.float64)
+        reached = (kept >= kept[:, -1:] * d.top_p[:, None]).int().argmax(-1, keepdim=True)
+        nucleus = torch.where(d.top_p[:, None] < 1, best.gather(1, reached), -math.inf)
+        weights = torch.where(x < torch.maximum(threshold, nucleus), 0.0, weights)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    target = cumulative[:, -1:] * d.u[:, None]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=x.shape[1] - 1)

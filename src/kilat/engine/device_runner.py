@@ -1,0 +1,246 @@
+"""The runner of a device that computes while the host plans: nothing here waits for the device but :meth:`Landing.result`.
+
+Every running session owns a slot; the id it sampled last stays in ``last_ids[slot]`` on the device, where the next step reads it. Rows
+whose sampling needs the host (penalties, biases, grammars, log-probabilities) take the slow way: their step is waited for.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kilat.engine.graphs import KV_BUCKETS, ROW_BUCKETS, DecodeBuffer, DecodeGraphs, Shape, bucket
+from kilat.engine.inputs import host_batch
+from kilat.engine.runner import Flying, MatcherOf, Model, copy_pages
+from kilat.engine.sampler import Sampler
+from kilat.ops.batch import StepBatch
+from kilat.ops.sample import Draws, draw, uniforms
+from kilat.policy.sched.plan import PENDING, Row, StepPlan, StepResult
+
+NOT_FINITE = "the model's output is not finite (NaN or infinity); its weights or dtype may be at fault"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """Sizes the runner's buffers are made for. ``scratch_page`` is a page of the pool that no session ever owns: rows that only fill
+    up a bucket write there."""
+
+    page_tokens: int
+    max_rows: int
+    max_model_len: int
+    scratch_page: int
+
+
+class Landing:
+    """A step on its way whose ids come back in a pinned buffer."""
+
+    def __init__(self, rows: list[Row], ids: Tensor, done: "torch.cuda.Event | None") -> None:
+        self._rows, self._ids, self._done = rows, ids, done
+
+    def result(self) -> StepResult:
+        if self._done is not None:
+            self._done.synchronize()
+        drawn = iter(self._ids.tolist())
+        token_ids: list[list[int]] = []
+        failed = {}
+        for i, row in enumerate(self._rows):
+            token = next(drawn) if row.sample else None
+            if token is not None and token < 0:
+                failed[i] = NOT_FINITE
+            token_ids.append([] if token is None or token < 0 else [token])
+        return StepResult(token_ids, failed=failed)
+
+
+class Landed:
+    """A step whose result is known already."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class DeviceRunner:
+    """Owns the page pool, the slots and the graphs. ``kv`` has one page more than the scheduler knows, the scratch page.
+
+    ``model_s`` counts the host's time in launches; the device's own time is not waited for.
+    """
+
+    def __init__(
+        self, model: Model, kv: Tensor, limits: DeviceLimits, sampler: Sampler, matcher_of: MatcherOf | None
+    ) -> None:
+        self.model, self.kv, self.limits = model, kv, limits
+        self.sampler, self.matcher_of = sampler, matcher_of
+        self.model_s = 0.0
+        self.run_s = 0.0
+        cuda = kv.device.type == "cuda"
+        # a finished session's row may still be in flight when its successor starts: twice the rows are always enough
+        n_slots = 2 * limits.max_rows
+        self.last_ids = torch.zeros(n_slots + 1, dtype=torch.int32, device=kv.device)
+        self._free = list(range(n_slots))
+        self._slots: dict[str, int] = {}
+        max_pages = -(-limits.max_model_len // limits.page_tokens)
+        self._buffer = DecodeBuffer(bucket(limits.max_rows, ROW_BUCKETS, 1 << 20), max_pages, kv.device)
+        self.graphs = DecodeGraphs(self._buffer, limits.page_tokens, self._decode, capture=cuda)
+        self._out = [torch.zeros(limits.max_rows, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._turn = 0
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Flying:
+        begin = time.perf_counter()
+        for session_id in plan.gone:
+            self.sampler.forget(session_id)
+            slot = self._slots.pop(session_id, None)
+            if slot is not None:
+                self._free.append(slot)
+        self.sampler.admit_all(plan.admitted, self.matcher_of)
+        for admitted in plan.admitted:
+            if admitted.session_id not in self._slots:
+                self._slots[admitted.session_id] = self._free.pop()
+        if plan.copies:
+            copy_pages(self.kv, plan.copies)
+        easy = all(self.sampler.is_easy(row) for row in plan.rows)
+        if easy and all(row.sample and row.n_tokens == 1 for row in plan.rows):
+            flying = self._launch_decode(plan.rows)
+        else:
+            flying = self._launch_mixed(plan.rows, easy)
+        self.run_s += time.perf_counter() - begin
+        return flying
+
+    def close(self) -> None:
+        if self.kv.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    # -- steps in which every row decodes -------------------------------------------------------------------------------------------
+
+    def _launch_decode(self, rows: list[Row]) -> Flying:
+        n, limits = len(rows), self.limits
+        size = bucket(n, ROW_BUCKETS, 1 << 20)
+        f = self._buffer.host(size)
+        start = np.fromiter((r.start for r in rows), np.int32, n)
+        f["token_ids"][:n] = [r.token_ids[0] for r in rows]
+        f["positions"][:n] = start
+        f["kv_len"][:n] = start + 1
+        f["row_slot"][:n] = [self._slots[r.session_id] for r in rows]
+        table = f["page_table"]
+        for i, r in enumerate(rows):
+            table[i, : len(r.pages)] = r.pages
+        f["slots"][:n] = (
+            table[np.arange(n), start // limits.page_tokens] * limits.page_tokens + start % limits.page_tokens
+        )
+        f["token_ids"][n:] = f["positions"][n:] = 0
+        f["kv_len"][n:] = 1
+        f["row_slot"][n:] = len(self.last_ids) - 1
+        table[n:, 0] = limits.scratch_page
+        f["slots"][n:] = limits.scratch_page * limits.page_tokens
+        mode = self._fill_draws(rows, f)
+        self._buffer.send(size)
+        kv_bound = bucket(int(start.max()) + 1, KV_BUCKETS, limits.max_model_len)
+        begin = time.perf_counter()
+        ids = self.graphs.run(Shape(size, kv_bound, mode))
+        self.model_s += time.perf_counter() - begin
+        return self._land(rows, ids[:n])
+
+    def _decode(self, batch: StepBatch, row_slot: Tensor, draws: Draws | None, filtered: bool) -> Tensor:
+        """The step that graphs hold: put in the pending ids, run the model, draw, keep the ids for the next step."""
+        pending = batch.token_ids == PENDING
+        ids = torch.where(pending, self.last_ids[row_slot], batch.token_ids)
+        ids = self._forward(batch, ids, draws, filtered)
+        self.last_ids[row_slot] = ids
+        return ids
+
+    def _forward(self, batch: StepBatch, token_ids: Tensor, draws: Draws | None, filtered: bool) -> Tensor:
+        logits = self.model(_with_ids(batch, token_ids), self.kv)
+        return draw(logits, draws, filtered=filtered)
+
+    # -- steps with prefill, or with rows that need the host --------------------------------------------------------------------------
+
+    def _launch_mixed(self, rows: list[Row], easy: bool) -> Flying:
+        host = host_batch(rows, self.limits.page_tokens)
+        device = self.kv.device
+        sampling = [r for r in rows if r.sample]
+        batch = host.to(device, self.limits.page_tokens)
+        ids = self._with_pending(rows, host.token_ids, host.row_start, batch.token_ids)
+        begin = time.perf_counter()
+        logits = self.model(_with_ids(batch, ids), self.kv)
+        self.model_s += time.perf_counter() - begin
+        slots = torch.tensor([self._slots[r.session_id] for r in sampling], dtype=torch.int32, device=device)
+        if not easy:
+            result = self.sampler.sample(rows, logits)
+            known = [t[-1] if t else 0 for t, r in zip(result.token_ids, rows) if r.sample]
+            self.last_ids[slots] = torch.tensor(known, dtype=torch.int32, device=device)
+            return Landed(result)
+        if not sampling:
+            return Landed(StepResult([[] for _ in rows]))
+        n = len(sampling)
+        fields = {name: np.zeros(n, np.float32) for name in ("temperature", "top_p", "min_p", "u")}
+        fields["top_k"] = np.zeros(n, np.int32)
+        mode = self._fill_draws(sampling, fields)
+        draws = (
+            Draws(**{k: torch.from_numpy(v).to(device) for k, v in fields.items()})
+            if mode != "greedy"
+            else None
+        )
+        drawn = draw(logits, draws, filtered=mode == "filtered")
+        self.last_ids[slots] = drawn
+        return self._land(rows, drawn)
+
+    def _with_pending(
+        self, rows: list[Row], token_ids: np.ndarray, row_start: np.ndarray, ids: Tensor
+    ) -> Tensor:
+        at = np.flatnonzero(token_ids == PENDING)
+        if not len(at):
+            return ids
+        owner = np.searchsorted(row_start, at, side="right") - 1
+        slots = torch.tensor([self._slots[rows[i].session_id] for i in owner], device=ids.device)
+        ids[torch.from_numpy(at).to(ids.device)] = self.last_ids[slots]
+        return ids
+
+    # -- both -----------------------------------------------------------------------------------------------------------------------
+
+    def _fill_draws(self, rows: Sequence[Row], fields: dict[str, np.ndarray]) -> str:
+        """Write the sampling parameters of ``rows`` into ``fields``; returns the mode (see Shape)."""
+        n = len(rows)
+        params = [self.sampler.states[r.session_id].params for r in rows]
+        fields["temperature"][:n] = [p.temperature for p in params]
+        if not fields["temperature"][:n].any():
+            return "greedy"
+        fields["top_k"][:n] = [p.top_k for p in params]
+        fields["top_p"][:n] = [p.top_p for p in params]
+        fields["min_p"][:n] = [p.min_p for p in params]
+        seeds = np.array([self.sampler.states[r.session_id].seed for r in rows], np.int64)
+        fields["u"][:n] = uniforms(seeds, np.array([r.start + r.n_tokens for r in rows], np.int64))
+        for name, off in (("temperature", 0.0), ("top_p", 1.0), ("min_p", 0.0), ("top_k", 0)):
+            fields[name][n:] = off
+        return "filtered" if any(p.top_k or p.top_p < 1 or p.min_p for p in params) else "draw"
+
+    def _land(self, rows: list[Row], ids: Tensor) -> Landing:
+        """Start the copy of sampled ids [S] to the host."""
+        self._turn ^= 1
+        out = self._out[self._turn][: len(ids)]
+        out.copy_(ids, non_blocking=True)
+        done = None
+        if ids.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return Landing(rows, out, done)
+
+
+def _with_ids(batch: StepBatch, token_ids: Tensor) -> StepBatch:
+    """``batch`` with other token ids."""
+    return StepBatch(
+        token_ids,
+        batch.positions,
+        batch.row_start,
+        batch.kv_len,
+        batch.page_table,
+        batch.slots,
+        batch.logits_at,
+        batch.page_tokens,
+        batch.max_kv_len,
+        batch.max_q_len,
+    )

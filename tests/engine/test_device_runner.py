@@ -1,0 +1,76 @@
+"""The device runner gives the host runner's tokens; here its device is the CPU and no graph is captured."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kilat.base import metrics
+from kilat.wire.sampling import Grammar
+from tests.engine.harness import make_engine, record, run, tiny_model
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("qwen2")
+
+
+def params():
+    return st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.0, 0.8]),
+            "top_p": st.sampled_from([1.0, 0.9]),
+            "top_k": st.sampled_from([0, 20]),
+            "seed": st.integers(-3, 3),
+            "max_tokens": st.integers(1, 12),
+            "n": st.sampled_from([1, 1, 3]),
+            "frequency_penalty": st.sampled_from([0.0, 0.0, 0.5]),
+            "logprobs": st.sampled_from([None, None, 2]),
+            "ignore_eos": st.booleans(),
+        }
+    )
+
+
+prompts = st.lists(st.integers(0, 255), min_size=1, max_size=30)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    jobs=st.lists(st.tuples(prompts, params()), min_size=1, max_size=5),
+    step_tokens=st.integers(8, 40),
+    n_pages=st.integers(10, 40),
+    depth=st.sampled_from([1, 2]),
+)
+def test_ids_equal_the_host_runners(model, jobs, step_tokens, n_pages, depth):
+    records = [record(f"s{i}", prompt, **p) for i, (prompt, p) in enumerate(jobs)]
+    expected = run(make_engine(model, step_tokens=64), records)
+    engine = make_engine(model, n_pages=n_pages, step_tokens=step_tokens, depth=depth, runner="device")
+    assert run(engine, records) == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_preempted_constrained_and_aborted_sessions_beside_plain_ones(model, depth):
+    jobs = [
+        record(f"s{i}", [i, i + 1], max_tokens=40, ignore_eos=True, temperature=0.9, seed=i) for i in range(4)
+    ]
+    jobs.append(record("json", [9], grammar=Grammar("regex", "[a-f]{6}"), temperature=1.0, max_tokens=30))
+    expected = run(make_engine(model, grammar=True), jobs)
+    engine = make_engine(model, n_pages=12, depth=depth, grammar=True, runner="device")
+    engine.submit(record("drop", [1, 2, 3], max_tokens=50, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    engine.abort(["drop"])
+    assert run(engine, jobs) == expected
+    assert engine.counters()[metrics.PREEMPTIONS] > 0
+    engine.close()
+
+
+def test_slots_return_when_sessions_end(model):
+    engine = make_engine(model, seqs=4, depth=2, runner="device")
+    for round_ in range(6):
+        run(engine, [record(f"r{round_}-{i}", [i, round_], max_tokens=1 + i) for i in range(6)])
+    run(engine, [record("last", [1])])
+    assert len(engine.runner._slots) <= 1
+    engine.close()
