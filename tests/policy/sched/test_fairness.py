@@ -86,6 +86,14 @@ def test_long_prompts_of_two_tenants_share_the_steps():
     assert chunks == ["a", "b", "a", "b"]
 
 
+def test_prompt_that_is_half_done_goes_before_later_arrivals_of_its_tenant():
+    rig = Rig(max_step_tokens=8)
+    rig.submit("first", range(20))
+    rig.step()
+    rig.submit("second", range(50, 70), arrival_s=1.0)
+    assert [shape(rig.step()) for _ in range(2)] == [[("first", 8, 8)], [("first", 16, 4), ("second", 0, 4)]]
+
+
 def test_urgent_prompt_overtakes_a_prompt_that_is_half_done():
     rig = Rig(max_step_tokens=8)
     rig.submit("long", range(40))

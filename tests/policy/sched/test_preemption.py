@@ -1,5 +1,7 @@
 """Out of pages: evict, preempt the youngest of the lowest priority, resume, and avoid it where it can be foreseen."""
 
+from itertools import pairwise
+
 import pytest
 
 from kilat.base import metrics
@@ -163,13 +165,42 @@ def test_prompts_admitted_together_fit_together():
 
 
 def test_nobody_is_admitted_by_a_plan_that_ran_out_of_pages():
-    rig = tight()
-    for i in range(3):
-        rig.submit(f"s{i}", [i, 9], max_tokens=10)
+    """ "b" has to go for "a", and its pages would be enough for "c"; but who comes while pages run out is the next to go."""
+    rig = tight(page_tokens=1, n_pages=10, max_model_len=10)
+    rig.submit("a", [1, 2], max_tokens=8)
+    rig.submit("b", [3, 4, 5], max_tokens=7)
+    while not preempted_by_now(rig):
+        rig.step()
+        rig.submit(f"c{len(rig.plans)}", [6, 7, 8], max_tokens=1, priority=1)
+    assert rig.plans[-1].gone == ["b"] and rig.plans[-1].admitted == []
+    assert [a.session_id for a in rig.step().admitted] == ["c1"]
+
+
+def preempted_by_now(rig: Rig) -> bool:
+    return rig.counter(metrics.PREEMPTIONS) > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_oldest_session_is_never_left_out(depth: int):
+    """Whichever step it needs a page in, alone or together with others. At depth 2 it may wait for one commit, then somebody goes."""
+    for n_prompt in ((2, 2, 2), (2, 3, 3), (3, 2, 2), (3, 2, 3)):
+        rig = tight(depth=depth)
+        for i, n in enumerate(n_prompt):
+            rig.submit(f"s{i}", [i, 9, 9][:n], max_tokens=10)
+        rig.run()
+        assert rig.counter(metrics.PREEMPTIONS) > 0
+        rows = [p.step for p in rig.plans if "s0" in [row[0] for row in shape(p)]]
+        assert len(rows) == 10 and all(later - earlier <= depth for earlier, later in pairwise(rows))
+
+
+def test_preempted_session_goes_before_earlier_arrivals_of_its_tenant():
+    rig = tight(max_num_seqs=2)
+    rig.submit("a", [1, 9], max_tokens=10, arrival_s=5.0)
+    rig.submit("b", [2, 9], max_tokens=10, arrival_s=6.0)
+    rig.step()
+    rig.submit("c", [3, 9], max_tokens=3, arrival_s=1.0)
     rig.run()
-    for p in rig.plans:
-        lost = [g for g in p.gone if g in preempted(rig) and g not in rig.finish]
-        assert not (lost and p.admitted)
+    assert [a.session_id for p in rig.plans for a in p.admitted] == ["a", "b", "b", "c"]
 
 
 def test_session_that_sampled_many_tokens_at_once_still_gets_pages():

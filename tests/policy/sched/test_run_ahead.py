@@ -160,11 +160,29 @@ def test_more_tokens_than_planned_for_end_that_session_alone():
     assert rig.output["b"] == alone(r, 0, 128)[0]
 
 
-def test_session_without_a_page_rests_the_youngest_to_preempt_it_next():
-    """All have rows in flight at depth 2, so nobody can be preempted at once; without the rest nobody ever could."""
-    rig = rig2(n_pages=4, page_tokens=2, max_model_len=8, max_num_seqs=2)
-    records = [rig.submit("a", [1, 2], max_tokens=6), rig.submit("b", [3], max_tokens=7)]
+def test_youngest_session_rests_for_a_step_so_that_it_can_be_preempted():
+    """The fourth page goes to "b" just before "a" needs one. Both always have a row in flight, so without the rest "b" could not be
+    preempted before its page is full."""
+    rig = rig2(n_pages=4, page_tokens=4, max_model_len=16, max_num_seqs=2)
+    records = [rig.submit("a", [1, 2, 3, 4], max_tokens=12), rig.submit("b", [5], max_tokens=12)]
     rig.run()
-    assert rig.counter(metrics.PREEMPTIONS) >= 1
+    assert rig.counter(metrics.PREEMPTIONS) == 1
+    assert [p.step for p in rig.plans if "a" in [row[0] for row in shape(p)]] == list(range(12))
     for r in records:
-        assert rig.output[r.session_id] == alone(r, 0, 8)[0]
+        assert rig.output[r.session_id] == alone(r, 0, 16)[0]
+
+
+def test_nobody_is_preempted_while_pages_are_on_their_way_back():
+    rig = rig2(n_pages=8, page_tokens=1, max_model_len=8)
+    rig.submit("x", [1, 2, 3])
+    rig.submit("a", [4], max_tokens=4)
+    rig.submit("b", [5], max_tokens=2, grammar=Grammar("json_object"))
+    rig.plan()
+    rig.plan()
+    rig.commit()
+    rig.abort("x")  # its row is in flight: 4 pages; "a" takes the last free one
+    assert shape(rig.plan()) == [("a", 2, 1)]
+    rig.commit()
+    assert [row[0] for row in shape(rig.plan())] == ["a", "b"]
+    rig.run()
+    assert rig.counter(metrics.PREEMPTIONS) == 0

@@ -56,6 +56,13 @@ def test_nothing_is_copied_when_only_full_pages_are_shared():
     assert pages["a"][:2] == pages["a#1"][:2] and pages["a"][2] != pages["a#1"][2]
 
 
+def test_sample_needs_room_for_its_own_pages_only():
+    rig = Rig(n_pages=5)  # three for the prompt, one for the sample, one that the first sample may need next
+    rig.submit("a", range(11), n=2)
+    rig.step()
+    assert shape(rig.step()) == [("a", 11, 1), ("a#1", 10, 1)]
+
+
 def test_every_sample_has_its_own_seed_and_id():
     rig = Rig()
     rig.submit("a", range(5), n=3, seed=99)
@@ -120,6 +127,19 @@ def test_preempted_first_sample_leaves_the_others_as_plain_sessions():
     assert rig.counter(metrics.PREEMPTIONS) > 0
     for r in records:
         expect_all(rig, r, 18)
+
+
+def test_sample_does_not_fork_from_a_prompt_that_is_being_computed_again():
+    rig = Rig(max_step_tokens=4, prefix_cache=False)
+    r = rig.submit("a", range(11), n=2)
+    for _ in range(3):
+        rig.step()
+    roster = rig.scheduler._roster
+    roster.preempt(roster.running[0])
+    assert shape(rig.step()) == [("a", 0, 4)]
+    assert shape(rig.step()) == [("a#1", 0, 4)]
+    rig.run()
+    expect_all(rig, r)
 
 
 def test_samples_wait_for_free_places():
