@@ -205,12 +205,13 @@ def _subject(args: argparse.Namespace, server: Target) -> Subject:
     if server.child is None or name is None:
         return Subject(server.source, None, None, None, None)
     # brings torch; by now the measurement is over
-    from kilat.engine.build import choose_dtype, choose_kernels
+    from kilat.engine.build import choose_device, choose_dtype, choose_kernels
 
     threads = args.threads or read_machine().cores
     dtype = str(choose_dtype(args.dtype or "auto", read_config(fetch(name)))).removeprefix("torch.")
-    chosen = choose_kernels(args.kernels or "auto", threads)
-    return Subject(name, "cpu", dtype, threads, f"{chosen.name}: {chosen.why}")
+    device = choose_device("auto")
+    chosen = choose_kernels(args.kernels or "auto", device, threads)
+    return Subject(name, device.type, dtype, threads, f"{chosen.name}: {chosen.why}")
 
 
 def _range(values: dict[str, float]) -> str:

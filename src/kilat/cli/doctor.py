@@ -47,14 +47,16 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0 when nothing is in the way of serving, 1 when the model does not fit or cannot be
     read.
     """
-    from kilat.engine.build import choose_kernels
+    from kilat.engine.build import choose_device, choose_kernels
 
     machine = read_machine()
     settings = EngineConfig(
         model_path="", model_kind="gguf", model_id=args.model or "", **engine_options(args)
     )
     with spinner("looking at the kernels"):
-        chosen = choose_kernels(settings.kernels, settings.threads or machine.cores)
+        chosen = choose_kernels(
+            settings.kernels, choose_device(settings.device), settings.threads or machine.cores
+        )
     _show(machine_findings(machine))
     _show(kernel_findings(chosen, settings))
     _show(software_findings())

@@ -42,8 +42,8 @@ def predict(files: ModelFiles, settings: EngineConfig, chosen: "Kernels") -> Fit
     """The ledger of an engine with these settings. Raises ConfigError or ModelFileError when the engine could
     not be built.
     """
-    from kilat.engine.build import choose_dtype, choose_max_model_len, kv_layout
-    from kilat.engine.kv_memory import choose_pages
+    from kilat.engine.build import choose_device, choose_dtype, choose_max_model_len, kv_layout
+    from kilat.engine.kv_memory import choose_pages, free_bytes
     from kilat.load.weights import open_weights
     from kilat.models.registry import read_config
 
@@ -55,6 +55,7 @@ def predict(files: ModelFiles, settings: EngineConfig, chosen: "Kernels") -> Fit
     n_pages = choose_pages(
         layout,
         asked_bytes=settings.kv_cache_bytes,
+        free_bytes=free_bytes(choose_device(settings.device)),
         sessions=settings.max_num_seqs,
         max_model_len=max_model_len,
     )

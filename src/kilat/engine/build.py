@@ -1,7 +1,8 @@
 """Builds an engine: config and weights in, a running :class:`Engine` out. The only place where all rooms meet."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,16 +10,17 @@ import torch
 from kilat.base.errors import ConfigError
 from kilat.engine.config import EngineConfig
 from kilat.engine.core import Engine, EngineInfo
+from kilat.engine.device_runner import DeviceLimits, DeviceRunner
 from kilat.engine.grammar import GrammarCompiler
-from kilat.engine.kv_memory import KvLayout, Ledger, allocate_pool, choose_pages
-from kilat.engine.runner import Runner
+from kilat.engine.kv_memory import KvLayout, Ledger, allocate_pool, choose_pages, free_bytes
+from kilat.engine.runner import HostRunner, Runner
 from kilat.engine.sampler import Sampler
 from kilat.load.config import read_config as read_raw_config
 from kilat.load.config import read_generation
 from kilat.load.sources import ModelFiles
 from kilat.load.weights import open_weights
 from kilat.models.registry import read_config
-from kilat.nn.build import Build
+from kilat.nn.build import Build, DummyBuild, NoWeights
 from kilat.nn.decoder import Decoder, DecoderConfig
 from kilat.ops import kernels
 from kilat.ops.cpu import kernels as cpu_kernels
@@ -29,76 +31,131 @@ from kilat.policy.sched.scheduler import Scheduler
 
 DEFAULT_STEP_TOKENS = 2048
 DEFAULT_MAX_MODEL_LEN = 32_768
+OnWeight = Callable[[str, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What the config leaves open, decided for this machine and model."""
+
+    device: torch.device
+    kernels: Kernels
+    dtype: torch.dtype
+    max_model_len: int
+    depth: int
 
 
 def build_engine(
     config: EngineConfig,
     *,
     tokenizer_json: str | None = None,
-    on_weight: Callable[[str, int], None] = lambda name, n_bytes: None,
+    on_weight: OnWeight = lambda name, n_bytes: None,
 ) -> Engine:
     """Load the model of ``config`` and make it ready to serve.
 
     ``tokenizer_json`` (the ``tokenizers`` library's JSON form) is needed for structured output only. ``on_weight`` hears every tensor
     taken, with its bytes (a progress bar). Raises ConfigError, ModelFileError.
     """
-    threads = config.threads or len(os.sched_getaffinity(0))
     files = ModelFiles(kind=config.model_kind, path=Path(config.model_path), name=config.model_id)  # type: ignore[arg-type]
     raw = read_raw_config(files)
     generation = read_generation(files)
-    chosen = choose_kernels(config.kernels, threads)
-    # the native set has threads of its own; between its ops torch does little, and OpenMP barriers on busy cores cost milliseconds
-    torch.set_num_threads(threads if chosen.name == "torch-reference" else 1)
-    dtype = choose_dtype(config.dtype, raw)
     decoder = read_config(raw)
-    max_model_len = choose_max_model_len(config.max_model_len, decoder.max_positions)
+    choices = _choose(config, raw, decoder)
     ledger = Ledger()
-    model = _load_model(files, decoder, chosen, dtype, max_model_len, ledger, on_weight)
-    layout = kv_layout(decoder, config.page_tokens, dtype)
+    model = _load_model(files, config, decoder, choices, ledger, on_weight)
+    layout = kv_layout(decoder, config.page_tokens, choices.dtype)
     n_pages = choose_pages(
-        layout, asked_bytes=config.kv_cache_bytes, sessions=config.max_num_seqs, max_model_len=max_model_len
+        layout,
+        asked_bytes=config.kv_cache_bytes,
+        free_bytes=free_bytes(choices.device),
+        sessions=config.max_num_seqs,
+        max_model_len=choices.max_model_len,
     )
-    pool = allocate_pool(layout, n_pages, torch.device("cpu"))
-    ledger.add("pages", n_pages * layout.page_bytes)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            n_pages=n_pages,
-            page_tokens=config.page_tokens,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_step_tokens=config.max_step_tokens or max(DEFAULT_STEP_TOKENS, config.max_num_seqs),
-            max_waiting=config.max_waiting,
-            prefix_cache=config.prefix_cache,
-            depth=config.depth,
-            target_step_s=config.target_step_s,
-        ),
-        model_id=f"{config.model_id}/{dtype}/{chosen.name}/{config.page_tokens}",
-        eos_ids=generation.eos_ids,
-    )
+    # one page more than the scheduler may give away: rows that only fill up a graph's bucket write there
+    pool = allocate_pool(layout, n_pages + 1, choices.device)
+    ledger.add("pages", (n_pages + 1) * layout.page_bytes)
     grammars = (
         GrammarCompiler(tokenizer_json, decoder.vocab_size, generation.eos_ids) if tokenizer_json else None
     )
-    sampler = Sampler(chosen, generation.eos_ids)
-    runner = Runner(model, pool, config.page_tokens, sampler, grammars.ready if grammars else None)
+    sampler = Sampler(choices.kernels, generation.eos_ids)
+    matcher_of = grammars.ready if grammars else None
+    runner: Runner
+    if choices.device.type == "cuda":
+        limits = DeviceLimits(
+            config.page_tokens, config.max_num_seqs, choices.max_model_len, scratch_page=n_pages
+        )
+        runner = DeviceRunner(model, pool, limits, sampler, matcher_of)
+    else:
+        runner = HostRunner(model, pool, config.page_tokens, sampler, matcher_of, choices.depth)
     info = EngineInfo(
         model_id=config.model_id,
-        max_model_len=max_model_len,
+        max_model_len=choices.max_model_len,
         max_num_seqs=config.max_num_seqs,
         vocab_size=decoder.vocab_size,
         page_tokens=config.page_tokens,
         n_pages=n_pages,
         eos_ids=generation.eos_ids,
-        dtype=str(dtype).removeprefix("torch."),
-        kernels=f"{chosen.name}: {chosen.why}",
+        dtype=str(choices.dtype).removeprefix("torch."),
+        kernels=f"{choices.kernels.name}: {choices.kernels.why}",
         ledger_bytes=ledger.owners,
     )
-    return Engine(info, scheduler, runner, grammars, depth=config.depth)
+    scheduler = _scheduler(config, choices, n_pages, generation.eos_ids)
+    return Engine(info, scheduler, runner, grammars, depth=choices.depth)
 
 
-def choose_kernels(asked: str, threads: int) -> Kernels:
-    """The kernel set: ``auto`` is the native CPU set where it can be built, else the torch reference, with the reason."""
+def _choose(config: EngineConfig, raw: Mapping[str, object], decoder: DecoderConfig) -> _Choices:
+    threads = config.threads or len(os.sched_getaffinity(0))
+    device = choose_device(config.device)
+    chosen = choose_kernels(config.kernels, device, threads, exact=config.deterministic)
+    # the native set has threads of its own; between its ops torch does little, and OpenMP barriers on busy cores cost milliseconds
+    torch.set_num_threads(threads if chosen.name == "torch-reference" else 1)
+    return _Choices(
+        device,
+        chosen,
+        choose_dtype(config.dtype, raw),
+        choose_max_model_len(config.max_model_len, decoder.max_positions),
+        config.depth or (2 if device.type == "cuda" else 1),
+    )
+
+
+def _scheduler(config: EngineConfig, choices: _Choices, n_pages: int, eos_ids: Sequence[int]) -> Scheduler:
+    settings = SchedulerConfig(
+        n_pages=n_pages,
+        page_tokens=config.page_tokens,
+        max_model_len=choices.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens or max(DEFAULT_STEP_TOKENS, config.max_num_seqs),
+        max_waiting=config.max_waiting,
+        prefix_cache=config.prefix_cache,
+        depth=choices.depth,
+        target_step_s=config.target_step_s,
+    )
+    # pages of another dtype, kernel set or page size hold other bits: they must not share a name
+    name = f"{config.model_id}/{choices.dtype}/{choices.kernels.name}/{config.page_tokens}"
+    return Scheduler(settings, model_id=name, eos_ids=eos_ids)
+
+
+def choose_device(asked: str) -> torch.device:
+    """``auto`` is the CUDA device if torch sees one."""
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "device is cuda, but torch sees none; use --device cpu or install a CUDA build of torch"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def choose_kernels(asked: str, device: torch.device, threads: int, *, exact: bool = False) -> Kernels:
+    """The kernel set: Triton's on CUDA; on the CPU the native set where it can be built, else the torch reference, with the reason."""
     if asked == "reference":
         return kernels.reference()
+    if device.type == "cuda":
+        if asked == "cpu":
+            raise ConfigError("kernels is cpu, but the device is cuda; use --device cpu or other kernels")
+        return kernels.triton_set(torch.cuda.get_device_name(device), exact=exact)
+    if asked == "triton":
+        raise ConfigError("kernels is triton, which needs a CUDA device; use --kernels auto")
     usable, why = cpu_kernels.available()
     if usable:
         return cpu_kernels.cpu_kernels(threads, why)
@@ -136,17 +193,20 @@ def kv_layout(decoder: DecoderConfig, page_tokens: int, dtype: torch.dtype) -> K
 
 def _load_model(
     files: ModelFiles,
+    config: EngineConfig,
     decoder: DecoderConfig,
-    chosen: Kernels,
-    dtype: torch.dtype,
-    max_model_len: int,
+    choices: _Choices,
     ledger: Ledger,
-    on_weight: Callable[[str, int], None],
+    on_weight: OnWeight,
 ) -> Decoder:
     def count(name: str, n_bytes: int) -> None:
         ledger.add("weights", n_bytes)
         on_weight(name, n_bytes)
 
+    mesh = Mesh()
+    if config.dummy_weights:
+        dummy = DummyBuild(NoWeights(), mesh, choices.kernels, choices.dtype, choices.device, count)
+        return Decoder(dummy, decoder, choices.max_model_len)
     with open_weights(files) as weights:
-        build = Build(weights, Mesh(), chosen, dtype, torch.device("cpu"), count)
-        return Decoder(build, decoder, max_model_len)
+        build = Build(weights, mesh, choices.kernels, choices.dtype, choices.device, count)
+        return Decoder(build, decoder, choices.max_model_len)

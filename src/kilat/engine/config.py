@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from kilat.base.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
-KERNELS = ("auto", "reference", "cpu")
+KERNELS = ("auto", "reference", "cpu", "triton")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,12 @@ class EngineConfig:
     kv_cache_bytes  memory of the page pool; None: a share of what is free, at most what the sessions can use
     page_tokens     tokens of a KV page
     threads         CPU threads; None: the cores this process may use
-    kernels         auto, reference (torch, slow, any machine) or cpu (native; an error where it cannot be built)
+    kernels         auto, reference (torch, slow, any machine), cpu (native; an error where it cannot be built) or triton (CUDA)
+    device          auto takes a CUDA device if there is one
+    deterministic   batch-invariant kernels on every device (the CPU's always are)
+    dummy_weights   random weights in the shapes of the config: for measurements without a checkpoint
     max_waiting     sessions that may queue before new ones are refused
-    depth           steps in flight: 2 plans a step while the one before runs (pays where host and device are different chips)
+    depth           steps in flight: 2 plans a step while the one before runs; None: 2 on CUDA, 1 on the CPU, where both share the cores
     target_step_s   a step's prefill share is what this leaves; None: the token budget alone decides
     """
 
@@ -41,8 +45,11 @@ class EngineConfig:
     threads: int | None = None
     kernels: str = "auto"
     max_waiting: int = 1024
-    depth: int = 1
+    depth: int | None = None
     target_step_s: float | None = None
+    device: str = "auto"
+    deterministic: bool = False
+    dummy_weights: bool = False
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
@@ -50,7 +57,9 @@ class EngineConfig:
         _one_of("model_kind", self.model_kind, ("hf", "gguf"))
         _between("max_num_seqs", self.max_num_seqs, 1, 4096)
         _between("page_tokens", self.page_tokens, 1, 1024)
-        _between("depth", self.depth, 1, 2)
+        _one_of("device", self.device, DEVICES)
+        if self.depth is not None:
+            _between("depth", self.depth, 1, 2)
         _between("max_waiting", self.max_waiting, 0, 1_000_000)
         for name in ("max_model_len", "max_step_tokens", "kv_cache_bytes", "threads"):
             value = getattr(self, name)

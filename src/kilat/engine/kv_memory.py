@@ -24,23 +24,34 @@ class KvLayout:
         return self.layers * 2 * self.page_tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-def choose_pages(layout: KvLayout, *, asked_bytes: int | None, sessions: int, max_model_len: int) -> int:
-    """Pages of the pool: ``asked_bytes`` worth of them, or else a third of the free memory, never more than the sessions could use.
+CUDA_RESERVE_BYTES = 6 << 30
+"""Device memory left for graphs, workspaces and the activations of the largest step."""
 
-    Raises ConfigError when one session of ``max_model_len`` tokens would not fit into what was asked for.
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes a page pool may take: a third of the host's free memory, or what a CUDA device has left but for a reserve."""
+    if device.type == "cuda":
+        return max(0, torch.cuda.mem_get_info(device)[0] - CUDA_RESERVE_BYTES)
+    return int(psutil.virtual_memory().available) // 3
+
+
+def choose_pages(
+    layout: KvLayout, *, asked_bytes: int | None, free_bytes: int, sessions: int, max_model_len: int
+) -> int:
+    """Pages of the pool: ``asked_bytes`` worth of them, or else what is free, never more than the sessions could use.
+
+    Raises ConfigError when one session of ``max_model_len`` tokens would not fit.
     """
     per_session = -(-max_model_len // layout.page_tokens)
-    if asked_bytes is not None:
-        pages = asked_bytes // layout.page_bytes
-        if pages < per_session:
-            need = per_session * layout.page_bytes
-            raise ConfigError(
-                f"the KV cache of {asked_bytes:,} bytes holds {pages * layout.page_tokens:,} tokens, one session may have "
-                f"{max_model_len:,}: give it {need:,} bytes or lower the maximum model length"
-            )
-        return pages
-    free = psutil.virtual_memory().available // 3
-    return max(per_session, min(free // layout.page_bytes, sessions * per_session))
+    budget = free_bytes if asked_bytes is None else asked_bytes
+    pages = budget // layout.page_bytes
+    if pages < per_session:
+        need = per_session * layout.page_bytes
+        raise ConfigError(
+            f"the KV cache of {budget:,} bytes holds {pages * layout.page_tokens:,} tokens, one session may have "
+            f"{max_model_len:,}: give it {need:,} bytes or lower the maximum model length"
+        )
+    return pages if asked_bytes is not None else min(pages, sessions * per_session)
 
 
 def allocate_pool(layout: KvLayout, n_pages: int, device: torch.device) -> torch.Tensor:

@@ -31,9 +31,6 @@ class Build:
     device: torch.device
     on_weight: Callable[[str, int], None]
 
-    def has(self, name: str) -> bool:
-        return name in self.weights.shapes()
-
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor called ``name`` in the build's dtype and device; raises ModelFileError when it is missing or has another shape."""
         found = self.weights.shapes().get(name)
@@ -42,5 +39,28 @@ class Build:
         if found != shape:
             raise ModelFileError(f"tensor {name} has shape {list(found)}, the config asks for {list(shape)}")
         tensor = self.weights.get(name, self.dtype).to(self.device)
+        self.on_weight(name, tensor.numel() * tensor.element_size())
+        return tensor
+
+
+class NoWeights:
+    """A checkpoint without tensors, for builds that make their own."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        raise ModelFileError(f"there is no tensor {name}: this build has no checkpoint")
+
+
+class DummyBuild(Build):
+    """Gives random weights in whatever shape is asked for, made on the device: measurements without a checkpoint."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if len(shape) == 1:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, 0.02)
         self.on_weight(name, tensor.numel() * tensor.element_size())
         return tensor

@@ -66,3 +66,11 @@ def reference(why: str = "asked for") -> Kernels:
         attention=attention.attention,
         silu_mul=silu_mul.silu_mul,
     )
+
+
+def triton_set(why: str, *, exact: bool) -> Kernels:
+    """The set for CUDA devices; ``exact`` takes batch-invariant kernels throughout. Imported here, because Triton is only there where
+    a device is."""
+    from kilat.ops.triton.kernels import triton_kernels
+
+    return triton_kernels(why, exact=exact)
