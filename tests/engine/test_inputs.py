@@ -51,3 +51,8 @@ def test_a_pending_token_is_the_last_one_its_session_sampled():
     rows = [Row("a", 5, [PENDING], [0, 1], True), Row("b", 0, [7], [2], True)]
     batch = build_batch(rows, 4, CPU, {"a": 42, "b": 9})
     assert batch.token_ids.tolist() == [42, 7]
+
+
+def test_a_pending_token_of_a_session_that_failed_is_any_valid_id():
+    batch = build_batch([Row("gone", 5, [PENDING], [0, 1], True)], 4, CPU, {})
+    assert batch.token_ids.tolist() == [0]

@@ -92,10 +92,11 @@ def build_batch(
     device: torch.device,
     sampled: Mapping[str, int] | None = None,
 ) -> StepBatch:
-    """The StepBatch of ``rows`` on ``device``. ``sampled`` gives the last sampled id of sessions whose row is PENDING."""
+    """The StepBatch of ``rows`` on ``device``. ``sampled`` gives the last sampled id of sessions whose row is PENDING; a session that is
+    not there failed in the step before, its row will be dropped, and any id serves."""
     batch = host_batch(rows, page_tokens)
     if sampled is not None:
         for i in np.flatnonzero(batch.token_ids == PENDING):
             row = int(np.searchsorted(batch.row_start, i, side="right")) - 1
-            batch.token_ids[i] = sampled[rows[row].session_id]
+            batch.token_ids[i] = sampled.get(rows[row].session_id, 0)
     return batch.to(device, page_tokens)

@@ -68,7 +68,7 @@ class SessionEvent(msgspec.Struct, frozen=True, array_like=True, gc=False, forbi
 
     ``token_ids`` are new output tokens (usually one). ``finish`` is None while it runs, else ``stop``, ``length``, ``abort`` or
     ``error`` (then ``error`` says why and ``error_code`` is a code of ``base.errors``). ``stop_id`` is the token id that stopped it,
-    which is not part of ``token_ids`` unless the request asked to keep it. ``prompt_logprobs`` comes once, with the first event;
+    which is not part of ``token_ids``. ``prompt_logprobs`` comes once, with the first event;
     its first entry is None, because nothing precedes the first token. ``cached_tokens``: prompt tokens taken from the prefix cache.
     """
 
