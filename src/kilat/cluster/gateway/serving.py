@@ -111,7 +111,7 @@ class Gateway:
             continues=isinstance(ask, CompletionRequest),
             tenant=tenant,
             salt=page_salt(tenant, ask.cache_salt),
-            priority=ask.priority or 0,
+            priority=-(ask.priority or 0),  # lower goes first on the wire of HTTP, as clients know it
             arrival_s=arrival_s,
             deadline_s=arrival_s + self.config.request_timeout_s,
         )
