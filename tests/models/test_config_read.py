@@ -52,7 +52,8 @@ def test_what_is_not_understood_is_refused_by_name(change, word):
 
 
 def test_unknown_fields_that_are_off_and_notes_are_let_through():
-    read_config(raw(new_switch=False, other=None, _note="x", architectures=["LlamaForCausalLM"]))
+    noted = raw(new_switch=False, other=None, _note="x", architectures=["LlamaForCausalLM"])
+    assert read_config(noted) == read_config(raw())
 
 
 def test_the_old_rope_form_means_the_same_as_the_new_one():
