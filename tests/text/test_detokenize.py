@@ -106,6 +106,18 @@ def test_stop_strings_within_min_tokens_are_let_pass(which, text, stops, sizes, 
     assert ("".join(texts), detokenizer.stopped) == (expected, stop)
 
 
+@pytest.mark.parametrize(
+    ("least", "stop", "expected"),
+    [(0, "hello", ""), (1, "hello", "hello"), (2, "hellohello", "hello"), (3, "hello", "hello" * 3)],
+)
+def test_stop_that_the_last_of_min_tokens_completes_is_let_pass(least, stop, expected):
+    tokenizer = tokenizers()[0]
+    ids = tokenizer.encode("hello" * 3, add_special=False)
+    assert len(ids) == 3
+    texts, _ = stream(tokenizer, [ids], stop=[stop], min_tokens=least)
+    assert "".join(texts) == expected
+
+
 @given(which=TOKENIZER, text=TEXT, stops=STOPS, sizes=SPLITS)
 def test_tokens_count_up_to_the_one_that_completed_the_stop(which, text, stops, sizes):
     tokenizer = tokenizers()[which]

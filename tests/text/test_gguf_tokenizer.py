@@ -162,6 +162,15 @@ def test_control_token_outside_the_byte_alphabet_keeps_its_id_and_name():
     assert tokenizer.token_str(at) == "<｜User｜>"
 
 
+def test_user_defined_token_is_its_own_text_and_not_spelled_in_bytes():
+    metadata = byte_level()
+    metadata["tokenizer.ggml.tokens"].append("<café>")
+    metadata["tokenizer.ggml.token_type"].append(USER)
+    tokenizer = Tokenizer(build(metadata))
+    ids = tokenizer.encode("a<café>", add_special=False)
+    assert len(ids) == 2 and tokenizer.decode(ids) == "a<café>"
+
+
 def test_unused_tokens_count_in_the_vocabulary():
     metadata = byte_level()
     metadata["tokenizer.ggml.tokens"].append("[PAD1]")

@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kilat.base.errors import LimitError
@@ -189,6 +190,33 @@ def test_hostile_template_is_stopped(name):
         render(HOSTILE[name], Fuel(50_000))
 
 
+# the second step of each would take terabytes at once
+GIANT_STEPS = {
+    "replace": "{% set x = 'a' * 6000000 %}{{ x.replace('', x) | length }}",
+    "replace filter": "{% set x = 'a' * 6000000 %}{{ x | replace('', x) | length }}",
+    "join": "{% set x = 'a' * 6000000 %}{{ x.join(['a'] * 200000) | length }}",
+    "join filter": "{% set x = 'a' * 6000000 %}{{ (['a'] * 200000) | join(x) | length }}",
+    "times": "{% set x = 'a' * 6000000 %}{{ (x * 6000000) | length }}",
+    "divide": "{% set h = ('f' * 1000000) | int(base=16) %}{{ h // h }}",
+    "remainder": "{% set h = ('f' * 1000000) | int(base=16) %}{{ 7 % h }}",
+}
+
+
+@pytest.mark.parametrize("name", GIANT_STEPS)
+def test_giant_step_is_paid_before_it_is_taken(name):
+    with pytest.raises((LimitError, TemplateError)):
+        render(GIANT_STEPS[name])
+
+
+def test_items_that_a_loop_leaves_out_are_paid():
+    def price(n: int) -> int:
+        fuel = Fuel()
+        render("{% for i in range(n) if false %}{% endfor %}", fuel, n=n)
+        return UNITS - fuel.left
+
+    assert price(2000) - price(1000) == 1000
+
+
 def test_generator_is_not_searched_unpaid():
     with pytest.raises(TemplateError, match="make it a list first"):
         render("{{ 'a' in 'abc' | map('upper') }}")
@@ -245,8 +273,19 @@ def test_template_reaches_nothing_outside(source):
     assert [m["role"] for m in MESSAGES] == ["user", "assistant"]
 
 
-def test_work_of_constants_is_not_done_while_compiling():
-    SANDBOX.from_string("{{ 'a' * 10000000000 }}{{ ('a' * 1000000) | upper }}{{ 'x' ~ 'y' }}")
+@pytest.mark.parametrize(
+    "made", ["namespace(__class__=1)", "namespace({'_x': 1})", "namespace({'a': 1}, _x=2)"]
+)
+def test_namespace_has_no_hidden_attributes(made):
+    with pytest.raises(SecurityError, match="begins with an underscore"):
+        render("{% set ns = " + made + " %}")
+    assert render("{% set ns = namespace({'a': 1}, b=2) %}{{ ns.a }}{{ ns.b }}") == "12"
+
+
+def test_work_of_constants_is_left_to_the_rendering_that_pays_for_it():
+    SANDBOX.from_string("{{ 'a' * 10000000000 }}")
+    with pytest.raises(LimitError):
+        render("{{ 'a' * 10000000000 }}")
 
 
 def test_ordinary_conversation_takes_little_of_the_fuel():

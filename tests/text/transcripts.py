@@ -74,6 +74,9 @@ HERMES = {
     "bad key behind the arguments": Case(
         '<tool_call>{"name": "f", "arguments": {}, oops</tool_call>', ", oops</tool_call>", [("f", "{}")]
     ),
+    "bad key, then the closing tag": Case(
+        '<tool_call>{"name": "f", "arguments": {}, "k"</tool_call>x', ', "k"x', [("f", "{}")]
+    ),
     "closing tag twice": Case(hermes("f", "{}") + "</tool_call>", "</tool_call>", [("f", "{}")]),
     "tag in text": Case("Write <tool_call> to call.", "Write <tool_call> to call."),
     "tag at the end": Case("Write <tool_call>", "Write <tool_call>"),

@@ -208,7 +208,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         fuel.spend(1)
         if operator == "%" and isinstance(left, str):
             return filters.percent(fuel, left, right)
-        _check_int(left)
+        # a huge left side alone costs time in proportion to its length only
         _check_int(right)
         if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
             fuel.spend((len(left) + len(right)) >> (6 if isinstance(left, str) else 4))
