@@ -59,7 +59,7 @@ def test_prediction_agrees_with_the_ledger_of_the_built_engine(tmp_path: Path) -
         kv_cache_bytes=4 << 20,
         max_num_seqs=4,
     )
-    fit = predict(files, config, kernels.reference())
+    fit = predict(files, config, kernels.reference(), GOOD)
     engine = build_engine(config)
     try:
         built = engine.info.ledger_bytes
@@ -72,17 +72,17 @@ def test_prediction_agrees_with_the_ledger_of_the_built_engine(tmp_path: Path) -
 
 
 def fit_of(weights: int, pages: int, dtype: str = "bfloat16") -> Fit:
-    return Fit(dtype, 4096, pages // 1024, 1024, {"weights": weights, "pages": pages})
+    return Fit("cpu", 16 * GIB, dtype, 4096, pages // 1024, 1024, {"weights": weights, "pages": pages})
 
 
 def test_model_that_fits_has_no_fix_and_one_that_does_not_says_what_would() -> None:
-    good = by_name(fit_findings("m", fit_of(GIB, 2 * GIB), GOOD))["together"]
+    good = by_name(fit_findings("m", fit_of(GIB, 2 * GIB)))["together"]
     assert good.value == "3.0 GiB of 16.0 GiB free" and not good.fix
-    pages = by_name(fit_findings("m", fit_of(15 * GIB, 2 * GIB), GOOD))["together"]
+    pages = by_name(fit_findings("m", fit_of(15 * GIB, 2 * GIB)))["together"]
     assert "--kv-cache-memory-bytes 1.0GiB" in pages.fix
-    wide = by_name(fit_findings("m", fit_of(17 * GIB, GIB, "float32"), GOOD))["together"]
+    wide = by_name(fit_findings("m", fit_of(17 * GIB, GIB, "float32")))["together"]
     assert "--dtype bfloat16" in wide.fix
-    large = by_name(fit_findings("m", fit_of(17 * GIB, GIB), GOOD))["together"]
+    large = by_name(fit_findings("m", fit_of(17 * GIB, GIB)))["together"]
     assert "free 1.0 GiB of memory" in large.fix and "smaller model" in large.fix
 
 

@@ -16,6 +16,7 @@ from kilat.cli.progress import RowBar
 from kilat.cli.report import Subject, envelope, print_table, write_json
 from kilat.cli.server import Target, check_target, model_of, target
 from kilat.cli.workload import Request, fresh, random_requests, read_dataset
+from kilat.engine.config import EngineConfig
 from kilat.load.config import read_config
 
 WARM_UP = 2
@@ -29,9 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _throughput(args: argparse.Namespace) -> int:
-    # the other kinds measure over HTTP and do without torch
-    import torch
-
+    # brings torch; the other kinds measure over HTTP and do without
     from kilat.llm import LLM
     from kilat.wire.sampling import SamplingParams
 
@@ -43,7 +42,6 @@ def _throughput(args: argparse.Namespace) -> int:
     fetch(name)
     with LLM(name, **engine_options(args)) as llm:
         info = llm.engine.info
-        subject = Subject(name, "cpu", info.dtype, torch.get_num_threads(), info.kernels)
         for r in range(-1, args.repeat):
             batch = fresh(requests, r) if r >= 0 else _warm_up(args)
             params = [
@@ -74,7 +72,7 @@ def _throughput(args: argparse.Namespace) -> int:
     columns = ("round", "requests/s", "output tok/s", "total tok/s", "seconds")
     print_table(f"throughput of {name}, {info.dtype}: {len(requests)} requests at once", columns, lines)
     fields = {"load": {"requests": len(requests)}, "shapes": _shapes(requests, rounds[0]), **_figures(rounds)}
-    write_json(args.json, envelope(args, subject, **fields))
+    write_json(args.json, envelope(args, _local_subject(args, name), **fields))
     return 0
 
 
@@ -200,17 +198,22 @@ def _figures(rounds: Sequence[Summary]) -> dict[str, object]:
 
 
 def _subject(args: argparse.Namespace, server: Target) -> Subject:
-    """What was measured; the engine of a server that was started here chooses as it is chosen here."""
+    """What was measured; a server given by URL does not tell much."""
     name = model_of(args)
     if server.child is None or name is None:
         return Subject(server.source, None, None, None, None)
-    # brings torch; by now the measurement is over
+    return _local_subject(args, name)
+
+
+def _local_subject(args: argparse.Namespace, name: str) -> Subject:
+    """The choices of an engine with these options on this machine. Brings torch: call it after measuring."""
     from kilat.engine.build import choose_device, choose_dtype, choose_kernels
 
-    threads = args.threads or read_machine().cores
-    dtype = str(choose_dtype(args.dtype or "auto", read_config(fetch(name)))).removeprefix("torch.")
-    device = choose_device("auto")
-    chosen = choose_kernels(args.kernels or "auto", device, threads)
+    settings = EngineConfig(model_path="", model_kind="gguf", model_id=name, **engine_options(args))
+    device = choose_device(settings.device)
+    threads = settings.threads or read_machine().cores
+    dtype = str(choose_dtype(settings.dtype, read_config(fetch(name)))).removeprefix("torch.")
+    chosen = choose_kernels(settings.kernels, device, threads, exact=settings.deterministic)
     return Subject(name, device.type, dtype, threads, f"{chosen.name}: {chosen.why}")
 
 

@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
         model_path="", model_kind="gguf", model_id=args.model or "", **engine_options(args)
     )
     with spinner("looking at the kernels"):
-        chosen = choose_kernels(
-            settings.kernels, choose_device(settings.device), settings.threads or machine.cores
-        )
+        threads = settings.threads or machine.cores
+        device = choose_device(settings.device)
+        chosen = choose_kernels(settings.kernels, device, threads, exact=settings.deterministic)
     _show(machine_findings(machine))
     _show(kernel_findings(chosen, settings))
     _show(software_findings())
@@ -82,7 +82,7 @@ def machine_findings(machine: Machine) -> Iterator[Finding]:
 
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        yield Finding("gpu", names, "this version computes on the CPU; the GPU is not used yet")
+        yield Finding("gpu", names)
     else:
         yield Finding("gpu", "none that torch can see")
     folder = cache_dir()
@@ -122,27 +122,27 @@ def software_findings() -> Iterator[Finding]:
 def _model(name: str, settings: EngineConfig, chosen: "Kernels", machine: Machine) -> int:
     try:
         files: ModelFiles = find(name)
-        fit = predict(files, settings, chosen)
+        fit = predict(files, settings, chosen, machine)
     except KilatError as e:
         _show([Finding(name, "cannot be served", e.message)])
         return 1
-    _show(fit_findings(files.name, fit, machine))
-    return 0 if fit.fits(machine.free_bytes) else 1
+    _show(fit_findings(files.name, fit))
+    return 0 if fit.fits else 1
 
 
-def fit_findings(name: str, fit: Fit, machine: Machine) -> Iterator[Finding]:
+def fit_findings(name: str, fit: Fit) -> Iterator[Finding]:
     """The memory ledger as predicted, and how much of the machine it takes."""
-    yield Finding(name, f"{fit.dtype}, {fit.max_model_len:,} tokens of context")
+    yield Finding(name, f"on {fit.device} in {fit.dtype}, {fit.max_model_len:,} tokens of context")
     for owner, n_bytes in fit.ledger_bytes.items():
         yield Finding(f"  {owner}", n_bytes_text(n_bytes))
     sessions = fit.kv_tokens / fit.max_model_len
     yield Finding("  KV cache holds", f"{fit.kv_tokens:,} tokens: {sessions:.1f} sessions of full length")
-    total = f"{n_bytes_text(fit.total_bytes)} of {n_bytes_text(machine.free_bytes)} free"
-    yield Finding("  together", total, "" if fit.fits(machine.free_bytes) else _advice(fit, machine))
+    total = f"{n_bytes_text(fit.total_bytes)} of {n_bytes_text(fit.free_bytes)} free"
+    yield Finding("  together", total, "" if fit.fits else _advice(fit))
 
 
-def _advice(fit: Fit, machine: Machine) -> str:
-    left = machine.free_bytes - (fit.total_bytes - fit.ledger_bytes["pages"])
+def _advice(fit: Fit) -> str:
+    left = fit.free_bytes - (fit.total_bytes - fit.ledger_bytes["pages"])
     tokens = left // fit.kv_token_bytes
     if tokens >= LEAST_TOKENS:
         size, length = n_bytes_text(left).replace(" ", ""), min(tokens, fit.max_model_len)

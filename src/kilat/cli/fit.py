@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from kilat.cli.machine import Machine
 from kilat.engine.config import EngineConfig
 from kilat.load.config import read_config as read_raw_config
 from kilat.load.files import ModelFiles
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A prediction. ``ledger_bytes`` by owner: weights, pages, workspace, processes. ``kv_tokens``: what all
-    pages hold together.
+    """A prediction for ``device``. ``ledger_bytes`` by owner: weights, pages, workspace, and on the CPU the
+    processes themselves. ``free_bytes`` of the device now. ``kv_tokens``: what all pages hold together.
     """
 
+    device: str
+    free_bytes: int
     dtype: str
     max_model_len: int
     kv_tokens: int
@@ -33,20 +36,24 @@ class Fit:
     def total_bytes(self) -> int:
         return sum(self.ledger_bytes.values())
 
-    def fits(self, free_bytes: int) -> bool:
-        """Whether everything together fits into ``free_bytes``."""
-        return self.total_bytes <= free_bytes
+    @property
+    def fits(self) -> bool:
+        """Whether everything together fits into what is free."""
+        return self.total_bytes <= self.free_bytes
 
 
-def predict(files: ModelFiles, settings: EngineConfig, chosen: "Kernels") -> Fit:
+def predict(files: ModelFiles, settings: EngineConfig, chosen: "Kernels", machine: Machine) -> Fit:
     """The ledger of an engine with these settings. Raises ConfigError or ModelFileError when the engine could
     not be built.
     """
+    import torch
+
     from kilat.engine.build import choose_device, choose_dtype, choose_max_model_len, kv_layout
     from kilat.engine.kv_memory import choose_pages, free_bytes
     from kilat.load.weights import open_weights
     from kilat.models.registry import read_config
 
+    device = choose_device(settings.device)
     raw = read_raw_config(files)
     decoder = read_config(raw)
     dtype = choose_dtype(settings.dtype, raw)
@@ -55,23 +62,25 @@ def predict(files: ModelFiles, settings: EngineConfig, chosen: "Kernels") -> Fit
     n_pages = choose_pages(
         layout,
         asked_bytes=settings.kv_cache_bytes,
-        free_bytes=free_bytes(choose_device(settings.device)),
+        free_bytes=free_bytes(device),
         sessions=settings.max_num_seqs,
         max_model_len=max_model_len,
     )
     with open_weights(files) as weights:
         values = sum(math.prod(shape) for shape in weights.shapes().values())
-    if decoder.tied and not chosen.name.endswith("reference"):
-        values += (
-            decoder.vocab_size * decoder.hidden
-        )  # packed for the output head, beside the table of the embedding
+    if decoder.tied and chosen.name.startswith("cpu"):
+        # the output head is packed for the kernels, beside the table of the embedding
+        values += decoder.vocab_size * decoder.hidden
     ledger = {
         "weights": values * dtype.itemsize,
-        "pages": n_pages * layout.page_bytes,
+        "pages": (n_pages + 1) * layout.page_bytes,  # one takes the writes of padding rows
         "workspace": _workspace_bytes(decoder, settings, dtype.itemsize),
-        "processes": _process_bytes(),
     }
+    if device.type == "cpu":
+        ledger["processes"] = _process_bytes()
     return Fit(
+        device=device.type,
+        free_bytes=machine.free_bytes if device.type == "cpu" else torch.cuda.mem_get_info(device)[0],
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=max_model_len,
         kv_tokens=n_pages * settings.page_tokens,

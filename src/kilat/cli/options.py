@@ -131,6 +131,10 @@ def engine_flags() -> tuple[tuple[str, dict[str, Any]], ...]:
     """
     return (
         ("--dtype", {"choices": ("auto", "float32", "bfloat16"), "help": "type of weights and activations"}),
+        (
+            "--device",
+            {"choices": ("auto", "cpu", "cuda"), "help": "auto takes a CUDA device if there is one"},
+        ),
         ("--max-model-len", _amount("tokens of prompt and answer together", 1, 2**24)),
         ("--max-num-seqs", _integer("requests that run at the same time", 1, 65536)),
         ("--max-num-batched-tokens", _amount("tokens per step", 1, 2**20, "max_step_tokens")),
@@ -151,6 +155,13 @@ def engine_flags() -> tuple[tuple[str, dict[str, Any]], ...]:
             {
                 "metavar": "NAME",
                 "help": "kernel set (auto, reference, ...); kilat doctor shows what auto takes",
+            },
+        ),
+        (
+            "--deterministic",
+            {
+                "action": "store_true",
+                "help": "batch-invariant kernels on every device (the CPU's always are)",
             },
         ),
         ("--max-waiting", _integer("requests that may wait before new ones get 429", 0, 2**20)),
