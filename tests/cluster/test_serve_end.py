@@ -97,6 +97,13 @@ def test_socket_and_secret_lie_in_a_private_folder_that_is_gone_afterwards(start
         assert list(Path(temp).iterdir()) == []
 
 
+def test_model_without_a_tokenizer_is_an_error_and_not_a_hang(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    server = start(wait=False, model_path=tmp_path / "empty")
+    assert server.wait(30) != 0
+    assert "tokenizer.json" in server.log()
+
+
 def test_port_that_is_taken_is_an_error_and_not_a_hang(start: Start, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

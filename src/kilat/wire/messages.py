@@ -106,7 +106,7 @@ class Status(msgspec.Struct, frozen=True, tag="status", forbid_unknown_fields=Tr
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
-    """A Submit was not taken. ``status`` is the HTTP status to answer with."""
+    """A Submit was not taken. ``status`` is the HTTP status to answer with, ``retry_after_s`` when trying again may help."""
 
     session_id: str
     message: str
@@ -114,6 +114,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=
     status: int
     retryable: bool
     param: str | None = None
+    retry_after_s: float = 1.0
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal", forbid_unknown_fields=True):

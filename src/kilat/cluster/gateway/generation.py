@@ -48,6 +48,7 @@ class Generation:
         self.job = job
         self.inbox = Inbox(max_lag_tokens)
         self.request_id = request_id
+        self.error_code: str | None = None
         self.cached_tokens = 0
         self.heard_at_s = job.arrival_s
         self.failed_at_s: float | None = None
@@ -99,6 +100,13 @@ class Generation:
 
         Raises a KilatError when the request failed as a whole: refused, its worker died, its reader is too slow, its time is over.
         """
+        try:
+            return await self._next()
+        except KilatError as e:
+            self.error_code = e.code
+            raise
+
+    async def _next(self) -> list[tuple[int, Piece]]:
         if self.done:
             return []
         pieces: dict[int, Piece] = {}

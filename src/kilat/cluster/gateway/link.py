@@ -181,6 +181,8 @@ class WorkerLink:
             self.status = message
         elif isinstance(message, Refused):
             error = from_peer(message.code, message.message, status=message.status, param=message.param)
+            if isinstance(error, CapacityError):
+                error.retry_after_s = message.retry_after_s
             self.table.refuse(message.session_id, error)
         elif isinstance(message, Hello):
             self._on_hello(message)

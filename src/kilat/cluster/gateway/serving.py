@@ -147,7 +147,6 @@ class Gateway:
         if first is not None and last is not None and n_after_first > 0:
             tpot_s = (last - first) * len(generation.samples) / n_after_first
         self.metrics.generated(total_s=total_s, ttft_s=ttft_s, tpot_s=tpot_s)
-        error = generation.inbox.error
         event(
             _log,
             "request",
@@ -158,7 +157,7 @@ class Gateway:
             cached_tokens=generation.cached_tokens,
             output_tokens=generation.output_tokens,
             finish="/".join(sorted({s.finish or "-" for s in generation.samples})),
-            error=error.code if error is not None else "-",
+            error=generation.error_code or "-",
             ttft_ms=round(ttft_s * 1e3, 1) if ttft_s is not None else "-",
             total_ms=round(total_s * 1e3, 1),
         )

@@ -144,7 +144,10 @@ class WorkerLoop:
             self._live.update(branch_id(record.session_id, k) for k in range(record.params.n))
 
     def _refuse(self, record: SessionRecord, e: KilatError) -> None:
-        self._channel.send(Refused(record.session_id, e.message, e.code, e.status, e.retryable, e.param))
+        after_s = e.retry_after_s if isinstance(e, CapacityError) else 1.0
+        self._channel.send(
+            Refused(record.session_id, e.message, e.code, e.status, e.retryable, e.param, after_s)
+        )
 
     def _drained(self) -> bool:
         until_s = self._drain_until_s
