@@ -3,6 +3,7 @@ asked.
 """
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,7 +78,7 @@ def words_of(body: dict[str, Any]) -> list[str]:
 def running(fake: FakeServer) -> Iterator[FakeServer]:
     """Run ``fake`` on a free port for the time of the block."""
     handler = type("Handler", (_Handler,), {"fake": fake})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = _Server(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
@@ -88,6 +89,14 @@ def running(fake: FakeServer) -> Iterator[FakeServer]:
         server.shutdown()
         thread.join(10)
         server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(
+            sys.exc_info()[1], OSError
+        ):  # killed clients hang up; that is not worth a traceback
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _Handler(BaseHTTPRequestHandler):
