@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from kilat.cli.machine import read_machine, source_sha
 from kilat.cluster.config import ServeConfig
 from kilat.cluster.launch import serve
 from kilat.cluster.worker.main import run_worker
@@ -238,32 +239,19 @@ def main() -> int:
     for row in results:
         print("  ".join(f"{k} {v:>7,}" for k, v in row.items()))
     if args.json:
-        sha = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        where = {
-            "sha": sha,
-            "device": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "load_1m": os.getloadavg()[0],
+        machine = read_machine()
+        document = {
+            "bench": "gateway",
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "sha": source_sha(),
+            "machine": {"cpu": machine.cpu, "cores": machine.cores, "load_1m": round(os.getloadavg()[0], 1)},
+            "python": platform.python_version(),
+            "shapes": {"streams": args.streams, "tokenizer": args.model.name if args.model else "byte-level"},
+            "seed": None,
+            "seconds_per_rate": args.seconds,
+            "results": results,
         }
-        shape = {
-            "streams": args.streams,
-            "seconds": args.seconds,
-            "model": args.model.name if args.model else "byte-level",
-        }
-        args.json.write_text(
-            json.dumps(
-                {
-                    "bench": "gateway",
-                    **where,
-                    **shape,
-                    "python": platform.python_version(),
-                    "results": results,
-                },
-                indent=1,
-            )
-        )
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 
