@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,16 @@ class Served:
 
     def stop(self) -> None:
         """Make it end, whatever state it is in."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(10)
+        # The second time it does not wait for answers; a server that was killed leaves its folder for temporary files behind.
+        for ask_to_end, patience_s in (
+            (self.process.terminate, 0.3),
+            (self.process.terminate, 10.0),
+            (self.process.kill, 10.0),
+        ):
+            if self.process.poll() is None:
+                ask_to_end()
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(patience_s)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
