@@ -32,14 +32,12 @@ def byte_tokenizer_json() -> str:
     return t.to_str()
 
 
-def tiny_model(name: str = "llama", kernels: Kernels | None = None, vocab_size: int = 257):
-    """A random model of architecture ``name`` with ``vocab_size`` tokens."""
-    tiny.SHAPE["vocab_size"], before = vocab_size, tiny.SHAPE["vocab_size"]
-    try:
-        reference = tiny.transformers_model(name)
-    finally:
-        tiny.SHAPE["vocab_size"] = before
-    return tiny.kilat_model(reference, kernels or reference_kernels.reference())
+def tiny_model(
+    name: str = "llama", kernels: Kernels | None = None, device=tiny.CPU, dtype=torch.float32, **shape
+):
+    """A random model of architecture ``name`` over the byte tokenizer's vocabulary."""
+    twin = tiny.transformers_model(name, vocab_size=EOS + 1, **shape)
+    return tiny.kilat_model(twin, kernels or reference_kernels.reference(), dtype, device)
 
 
 def make_engine(
@@ -56,7 +54,7 @@ def make_engine(
 ) -> Engine:
     """An engine over ``model`` with a pool of ``n_pages``; ``runner`` "device" is the CUDA runner, here on the CPU."""
     a = model.config.attention[0]
-    layout = KvLayout(len(model.layers), page_tokens, a.n_kv, a.head_dim, torch.float32)
+    layout = KvLayout(len(model.layers), page_tokens, a.n_kv, a.head_dim, model.embedding.dtype)
     max_len = min(model.config.max_positions, n_pages * page_tokens)
     config = SchedulerConfig(
         n_pages=n_pages,

@@ -11,6 +11,7 @@ from kilat.parallel.mesh import Mesh
 
 # tiny matrices: a second thread only waits for the first
 torch.set_num_threads(1)
+CPU = torch.device("cpu")
 
 SHAPE = dict(
     vocab_size=199,
@@ -33,31 +34,32 @@ YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_posit
 LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
 
 
-def configs() -> dict:
-    """Name -> transformers config; between them they use every branch of the model files."""
+def configs(**changes) -> dict:
+    """Name -> transformers config; between them they use every branch of the model files. ``changes`` replaces fields of SHAPE."""
+    shape = {**SHAPE, **changes}
+    tied = {"tie_word_embeddings": True}
+    window = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
     return {
-        "llama": hf.LlamaConfig(**SHAPE),
+        "llama": hf.LlamaConfig(**shape),
         "llama-tied-bias": hf.LlamaConfig(
-            **SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=16
+            **{**shape, **tied, "attention_bias": True, "mlp_bias": True, "head_dim": 16}
         ),
-        "llama3-rope": hf.LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
-        "llama-yarn": hf.LlamaConfig(**SHAPE, rope_parameters=YARN),
-        "llama-linear": hf.LlamaConfig(**SHAPE, rope_parameters=LINEAR),
-        "mistral": hf.MistralConfig(**SHAPE, sliding_window=None),
-        "mistral-window": hf.MistralConfig(**SHAPE, sliding_window=20),
-        "qwen2": hf.Qwen2Config(**SHAPE),
-        "qwen2-window": hf.Qwen2Config(
-            **SHAPE, use_sliding_window=True, sliding_window=20, max_window_layers=1
-        ),
-        "qwen3": hf.Qwen3Config(**SHAPE, head_dim=24),
-        "qwen3-bias": hf.Qwen3Config(**SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=True),
+        "llama3-rope": hf.LlamaConfig(**shape, rope_parameters=LLAMA3),
+        "llama-yarn": hf.LlamaConfig(**shape, rope_parameters=YARN),
+        "llama-linear": hf.LlamaConfig(**shape, rope_parameters=LINEAR),
+        "mistral": hf.MistralConfig(**shape, sliding_window=None),
+        "mistral-window": hf.MistralConfig(**shape, sliding_window=20),
+        "qwen2": hf.Qwen2Config(**shape),
+        "qwen2-window": hf.Qwen2Config(**shape, **window),
+        "qwen3": hf.Qwen3Config(**{"head_dim": 24, **shape}),
+        "qwen3-bias": hf.Qwen3Config(**{"head_dim": 16, **shape, **tied, "attention_bias": True}),
     }
 
 
-def transformers_model(name: str, seed: int = 0):
+def transformers_model(name: str, **changes):
     """A transformers model with random weights, including biases and norms, which transformers starts at 0 and 1."""
-    torch.manual_seed(seed)
-    config = configs()[name]
+    torch.manual_seed(0)
+    config = configs(**changes)[name]
     config._attn_implementation = "eager"
     model = hf.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
@@ -79,13 +81,13 @@ class StateDict:
         return self.tensors[name].to(dtype).clone()
 
 
-def build_of(source: StateDict, kernels: Kernels, dtype: torch.dtype = torch.float32) -> Build:
-    return Build(source, Mesh(), kernels, dtype, torch.device("cpu"), lambda name, n_bytes: None)
+def build_of(source: StateDict, kernels: Kernels, dtype=torch.float32, device=torch.device("cpu")) -> Build:
+    return Build(source, Mesh(), kernels, dtype, device, lambda name, n_bytes: None)
 
 
-def kilat_model(model, kernels: Kernels, dtype: torch.dtype = torch.float32) -> Decoder:
+def kilat_model(model, kernels: Kernels, dtype=torch.float32, device=torch.device("cpu")) -> Decoder:
     """The same model, built by kilat from the transformers config and weights."""
-    build = build_of(StateDict(model), kernels, dtype)
+    build = build_of(StateDict(model), kernels, dtype, device)
     return Decoder(build, read_config(model.config.to_dict()), model.config.max_position_embeddings)
 
 
