@@ -13,25 +13,25 @@ from kilat.parallel.mesh import Mesh
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
-SHAPE = dict(
-    vocab_size=199,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-)
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=500.0,
-    factor=4.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=32,
-)
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
-LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
+SHAPE = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def configs(**changes) -> dict:
