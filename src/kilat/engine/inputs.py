@@ -23,6 +23,7 @@ class HostBatch:
     page_table: Int32
     slots: Int32
     logits_at: Int32
+    max_kv_len: int
     max_q_len: int
 
     def to(self, device: torch.device, page_tokens: int) -> StepBatch:
@@ -40,50 +41,66 @@ class HostBatch:
             slots=put(self.slots),
             logits_at=put(self.logits_at),
             page_tokens=page_tokens,
-            max_kv_len=int(self.kv_len.max()),
+            max_kv_len=self.max_kv_len,
             max_q_len=self.max_q_len,
         )
 
 
 def host_batch(rows: Sequence[Row], page_tokens: int) -> HostBatch:
-    """The batch of ``rows`` in their order. O(tokens + pages) work in numpy.
+    """The batch of ``rows`` in their order. O(tokens + pages) work.
 
     ``logits_at`` lists, row after row, the last token of every row that samples, or all tokens of a row that wants prompt
     log-probabilities.
     """
-    n_rows = len(rows)
-    counts = np.fromiter((len(r.token_ids) for r in rows), np.int32, n_rows)
-    starts = np.fromiter((r.start for r in rows), np.int32, n_rows)
-    row_start = np.zeros(n_rows + 1, np.int32)
-    np.cumsum(counts, out=row_start[1:])
-    n_tokens = int(row_start[-1])
-    ids = np.empty(n_tokens, np.int32)
-    table = np.zeros((n_rows, max(len(r.pages) for r in rows)), np.int32)
+    # Lists first: after a forward pass the caches are cold and each numpy call costs ten times what it does in a loop.
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    kv_len: list[int] = []
+    table: list[int] = []
     wanted: list[int] = []
-    at = 0
-    for i, r in enumerate(rows):
-        n = len(r.token_ids)
-        ids[at : at + n] = r.token_ids
-        table[i, : len(r.pages)] = r.pages
+    row_start = [0]
+    width = max(len(r.pages) for r in rows)
+    max_q_len = 0
+    for r in rows:
+        start, pages, n = r.start, r.pages, len(r.token_ids)
+        at, end = len(ids), start + n
+        ids += r.token_ids
+        if n == 1:
+            positions.append(start)
+            slots.append(pages[start // page_tokens] * page_tokens + start % page_tokens)
+        else:
+            positions += range(start, end)
+            for page in range(start // page_tokens, (end - 1) // page_tokens + 1):
+                shift = (pages[page] - page) * page_tokens  # from a position on this page to its slot
+                slots += range(
+                    max(start, page * page_tokens) + shift, min(end, (page + 1) * page_tokens) + shift
+                )
+        kv_len.append(end)
+        table += pages
+        table += [0] * (width - len(pages))
+        row_start.append(at + n)
         if r.prompt_logprobs:
-            wanted.extend(range(at, at + n))
+            wanted += range(at, at + n)
         elif r.sample:
             wanted.append(at + n - 1)
-        at += n
-    within = np.arange(n_tokens, dtype=np.int32) - np.repeat(row_start[:-1], counts)
-    positions = np.repeat(starts, counts) + within
-    row_of = np.repeat(np.arange(n_rows, dtype=np.int32), counts)
-    slots = table[row_of, positions // page_tokens] * page_tokens + positions % page_tokens
+        if n > max_q_len:
+            max_q_len = n
     return HostBatch(
-        token_ids=ids,
-        positions=positions,
-        row_start=row_start,
-        kv_len=starts + counts,
-        page_table=table,
-        slots=slots,
-        logits_at=np.asarray(wanted, np.int32),
-        max_q_len=int(counts.max()),
+        token_ids=_ints(ids),
+        positions=_ints(positions),
+        row_start=_ints(row_start),
+        kv_len=_ints(kv_len),
+        page_table=_ints(table).reshape(len(rows), width),
+        slots=_ints(slots),
+        logits_at=_ints(wanted),
+        max_kv_len=max(kv_len),
+        max_q_len=max_q_len,
     )
+
+
+def _ints(values: list[int]) -> Int32:
+    return np.array(values, np.int32)
 
 
 def build_batch(
@@ -96,7 +113,7 @@ def build_batch(
     not there failed in the step before, its row will be dropped, and any id serves."""
     batch = host_batch(rows, page_tokens)
     if sampled is not None:
-        for i in np.flatnonzero(batch.token_ids == PENDING):
-            row = int(np.searchsorted(batch.row_start, i, side="right")) - 1
-            batch.token_ids[i] = sampled.get(rows[row].session_id, 0)
+        for i, r in enumerate(rows):
+            if r.token_ids[-1] == PENDING:
+                batch.token_ids[batch.row_start[i + 1] - 1] = sampled.get(r.session_id, 0)
     return batch.to(device, page_tokens)

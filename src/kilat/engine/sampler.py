@@ -23,8 +23,9 @@ from kilat.wire.sampling import Grammar, SamplingParams
 class SamplerState:
     """What the sampler knows of one session.
 
-    ``seen`` (distinct prompt tokens) and ``counts`` (of output tokens) are kept for penalties only, ``prompt_ids`` for prompt
-    log-probabilities only. ``banned`` are the ids that may not come before ``min_tokens``. ``plain``: nothing touches its logits.
+    For penalties only: ``counts`` of output tokens, and for the repetition penalty ``known``, the distinct tokens of prompt and output,
+    with the same as a tensor, ``seen``. ``prompt_ids`` are kept for prompt log-probabilities only. ``banned`` are the ids that may not
+    come before ``min_tokens``. ``plain``: nothing touches its logits.
     """
 
     params: SamplingParams
@@ -35,8 +36,16 @@ class SamplerState:
     plain: bool
     penalised: bool
     prompt_ids: list[int]
-    seen: frozenset[int] = frozenset()
+    known: set[int] = field(default_factory=set)
+    seen: Tensor | None = None
     counts: Counter[int] = field(default_factory=Counter)
+
+    def count(self, token: int) -> None:
+        """Hear of a sampled token."""
+        self.counts[token] += 1
+        if self.seen is not None and token not in self.known:
+            self.known.add(token)
+            self.seen = torch.cat((self.seen, torch.tensor([token])))
 
 
 class Sampler:
@@ -52,6 +61,7 @@ class Sampler:
         p = admitted.params
         output = admitted.token_ids[admitted.n_prompt :]
         penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+        known = set(admitted.token_ids) if p.repetition_penalty != 1.0 else set()
         banned = sorted(set(p.stop_token_ids) | set(self.eos_ids)) if p.min_tokens > 0 else []
         if matcher is not None and output:
             matcher.advance(output)
@@ -64,7 +74,8 @@ class Sampler:
             plain=not (penalised or p.logit_bias or banned or matcher is not None),
             penalised=penalised,
             prompt_ids=admitted.token_ids[: admitted.n_prompt] if p.prompt_logprobs is not None else [],
-            seen=frozenset(admitted.token_ids[: admitted.n_prompt]) if penalised else frozenset(),
+            known=known,
+            seen=torch.tensor(list(known)) if known else None,
             counts=Counter(output) if penalised else Counter(),
         )
 
@@ -88,7 +99,7 @@ class Sampler:
         result = StepResult(token_ids)
         stopped: set[int] = set()
         top_ids, top_values = self.kernels.greedy(logits)
-        best, finite = top_ids.tolist(), torch.isfinite(top_values).tolist()
+        best, tops = top_ids.tolist(), top_values.tolist()
         at = 0
         for i, row in enumerate(rows):
             n = row.n_tokens if row.prompt_logprobs else int(row.sample)
@@ -97,12 +108,12 @@ class Sampler:
             at += n
             if not row.sample:
                 continue
-            if not finite[at - 1]:
+            if not math.isfinite(tops[at - 1]):
                 result.failed[i] = (
                     "the model's output is not finite (NaN or infinity); its weights or dtype may be at fault"
                 )
                 continue
-            token = self._row(i, row, logits[at - 1], best[at - 1], result)
+            token = self._row(i, row, (logits, at - 1), best[at - 1], result)
             if token is None:
                 continue
             token_ids[i].append(token)
@@ -113,15 +124,16 @@ class Sampler:
             token_ids, result.logprobs, result.prompt_logprobs, frozenset(stopped), result.failed
         )
 
-    def _row(self, i: int, row: Row, raw: Tensor, best: int, result: StepResult) -> int | None:
-        """The token of one row; None when the row failed (the reason is in ``result.failed``)."""
+    def _row(self, i: int, row: Row, place: tuple[Tensor, int], best: int, result: StepResult) -> int | None:
+        """The token of one row, whose logits are a row of a tensor [S, V]; None when it failed (``result.failed`` says why)."""
         s = self.states[row.session_id]
         p = s.params
         if s.plain and p.temperature == 0.0:
             token = best
         else:
             # one row is small, and everything below is per row: on the host, whatever device computed it
-            logits = raw.float().cpu().clone()
+            raw = place[0][place[1]]
+            logits = raw.to("cpu", torch.float32, copy=True)
             reason = self._adjust(s, logits)
             if reason is not None:
                 result.failed[i] = reason
@@ -134,10 +146,10 @@ class Sampler:
                     logits, Filter(p.temperature, p.top_k, p.top_p, p.min_p, s.seed, position)
                 )
         if p.logprobs is not None:
-            result.logprobs[i] = [_logprob(raw.float().cpu(), token, p.logprobs)]
+            result.logprobs[i] = [_logprob(place[0][place[1]].float().cpu(), token, p.logprobs)]
         s.n_output += 1
         if s.penalised:
-            s.counts[token] += 1
+            s.count(token)
         if s.matcher is not None and token not in self.eos_ids:
             reason = s.matcher.advance([token])
             if reason is not None:
@@ -152,10 +164,11 @@ class Sampler:
         frequency: OpenAI's definition, over output tokens.
         """
         p = s.params
-        if p.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(s.seen | s.counts.keys()))
-            value = logits[seen]
-            logits[seen] = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
+        if s.seen is not None:
+            value = logits[s.seen]
+            logits[s.seen] = torch.where(
+                value > 0, value / p.repetition_penalty, value * p.repetition_penalty
+            )
         if s.counts and (p.presence_penalty != 0.0 or p.frequency_penalty != 0.0):
             ids = torch.tensor(list(s.counts.keys()))
             counts = torch.tensor(list(s.counts.values()), dtype=torch.float32)
