@@ -33,6 +33,8 @@ static inline bf16 round_bf16(float x) {
 #include "linear.h"
 #include "norm.h"
 #include "rope_write.h"
+#include "attention_state.h"
+#include "attention_products.h"
 #include "attention.h"
 #include "attention_plan.h"
 

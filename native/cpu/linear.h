@@ -29,11 +29,11 @@ static void tile(const TileArgs &t) {
   for (int64_t s = 0; s < t.steps; s++) {
     S::template step<MR, NV>(
         acc, [a](int part, int i) { return a + (part * MR + i) * 4; },
-        [b, panel_bytes](int j) { return b + (j / PANEL_VECTORS) * panel_bytes + (j % PANEL_VECTORS) * W * 4; });
+        [b, panel_bytes](int j) { return S::load_b(b + (j / PANEL_VECTORS) * panel_bytes + (j % PANEL_VECTORS) * W * 4); });
     if (NV * W > PANEL / 2 && MR <= WIDE_ROWS) {
 #pragma GCC unroll 4
       for (int j = 0; j < NV; j += 64 / (W * 4))
-        __builtin_prefetch(b + (j / PANEL_VECTORS) * panel_bytes + (j % PANEL_VECTORS) * W * 4 + AHEAD_BYTES);
+        __builtin_prefetch(b + (j / PANEL_VECTORS) * panel_bytes + (j % PANEL_VECTORS) * W * 4 + AHEAD_BYTES, 0, 2);
     } else {
       __builtin_prefetch(ahead, 0, 2);
       ahead += t.ahead_step;
@@ -64,13 +64,9 @@ static inline TileFn pick_tile(int rows) {
   return nullptr;
 }
 
-// 4-byte elements of a row of x as the scheme wants them: elements e .. e + n - 1, zero from k on.
-template <class S>
-INLINE VF load_elements(const float *x, int64_t e, int n, int64_t) {
-  return n == W ? load(x + e) : load_n(x + e, n);
-}
-template <class S>
-INLINE VF load_elements(const bf16 *x, int64_t e, int n, int64_t k) {
+// W 4-byte elements of a row of x from element e on, as the scheme of T wants them, zero from k on.
+INLINE VF load_elements(const float *x, int64_t e, int64_t k) { return k - e >= W ? load(x + e) : load_n(x + e, int(k - e)); }
+INLINE VF load_elements(const bf16 *x, int64_t e, int64_t k) {
 #if KILAT_DP
   int64_t left = k - 2 * e;
   return left >= 2 * W ? _mm512_castsi512_ps(load_pairs(x + 2 * e)) : _mm512_castsi512_ps(load_half_words_n(x + 2 * e, int(left)));
@@ -82,16 +78,16 @@ INLINE VF load_elements(const bf16 *x, int64_t e, int n, int64_t k) {
 }
 
 // Pack `rows` (<= W) rows: element e of row i goes to out[e * rows + i]. Writes up to W elements past the end.
-template <class S, class T>
+template <class T>
 static void pack_rows(const T *x, int64_t stride, int rows, int64_t k, int64_t elements, float *out) {
   for (int64_t e = 0; e < elements; e += W) {
     int n = elements - e < W ? int(elements - e) : W;
     if (rows == 1) {
-      store(out + e, load_elements<S>(x, e, n, k));
+      store(out + e, load_elements(x, e, k));
       continue;
     }
     VF r[W];
-    for (int i = 0; i < W; i++) r[i] = i < rows ? load_elements<S>(x + i * stride, e, n, k) : zero();
+    for (int i = 0; i < W; i++) r[i] = i < rows ? load_elements(x + i * stride, e, k) : zero();
     transpose(r);
     for (int i = 0; i < n; i++) store(out + (e + i) * rows, r[i]);
   }
@@ -131,7 +127,7 @@ static void linear_unit(void *raw, int unit, int worker) {
     }
     for (int t = 0; t < tiles; t++) {
       int r0 = rows * t / tiles, r1 = rows * (t + 1) / tiles;
-      pack_rows<S>(job->x + (first + r0) * job->stride, job->stride, r1 - r0, w->k, job->elements, out + r0 * job->elements);
+      pack_rows(job->x + (first + r0) * job->stride, job->stride, r1 - r0, w->k, job->elements, out + r0 * job->elements);
     }
     scratch->holds = holds;
   }

@@ -2,14 +2,17 @@
 // the order of k. Spilling an accumulator to memory and loading it again keeps its bits, so tiles may be cut anywhere.
 #pragma once
 
+// A step takes one element of A per row and part (a(part, row) is its address) and a vector of B per column vector (b(j) is the vector).
 // One element of A is 4 bytes in every scheme: an fp32 value, or a pair of bf16.
 struct Fp32Scheme {  // A fp32, B fp32
   enum { PARTS = 1 };
-  template <int MR, int NV, class AddrA, class AddrB>
-  INLINE void step(VF (&acc)[MR][NV], AddrA a, AddrB b) {
+  INLINE VF load_b(const char *p) { return load(reinterpret_cast<const float *>(p)); }
+  INLINE VF as_b(VF v) { return v; }
+  template <int MR, int NV, class AddrA, class GetB>
+  INLINE void step(VF (&acc)[MR][NV], AddrA a, GetB b) {
     VF vb[NV];
 #pragma GCC unroll 8
-    for (int j = 0; j < NV; j++) vb[j] = load(reinterpret_cast<const float *>(b(j)));
+    for (int j = 0; j < NV; j++) vb[j] = b(j);
 #pragma GCC unroll 16
     for (int i = 0; i < MR; i++) {
       VF va = set1(*reinterpret_cast<const float_aliasing *>(a(0, i)));
@@ -21,11 +24,12 @@ struct Fp32Scheme {  // A fp32, B fp32
 
 struct WidenScheme {  // A fp32, B pairs of bf16 that are widened in registers
   enum { PARTS = 2 };
-  template <int MR, int NV, class AddrA, class AddrB>
-  INLINE void step(VF (&acc)[MR][NV], AddrA a, AddrB b) {
+  INLINE VB load_b(const char *p) { return load_pairs(p); }
+  template <int MR, int NV, class AddrA, class GetB>
+  INLINE void step(VF (&acc)[MR][NV], AddrA a, GetB b) {
     VB raw[NV];
 #pragma GCC unroll 8
-    for (int j = 0; j < NV; j++) raw[j] = load_pairs(b(j));
+    for (int j = 0; j < NV; j++) raw[j] = b(j);
 #pragma GCC unroll 2
     for (int part = 0; part < 2; part++) {
       VF vb[NV];
@@ -44,11 +48,13 @@ struct WidenScheme {  // A fp32, B pairs of bf16 that are widened in registers
 #if KILAT_DP
 struct PairScheme {  // A and B pairs of bf16, one instruction for both products
   enum { PARTS = 1 };
-  template <int MR, int NV, class AddrA, class AddrB>
-  INLINE void step(VF (&acc)[MR][NV], AddrA a, AddrB b) {
+  INLINE VB load_b(const char *p) { return load_pairs(p); }
+  INLINE VB as_b(VF v) { return _mm512_castps_si512(v); }
+  template <int MR, int NV, class AddrA, class GetB>
+  INLINE void step(VF (&acc)[MR][NV], AddrA a, GetB b) {
     VB vb[NV];
 #pragma GCC unroll 8
-    for (int j = 0; j < NV; j++) vb[j] = load_pairs(b(j));
+    for (int j = 0; j < NV; j++) vb[j] = b(j);
 #pragma GCC unroll 16
     for (int i = 0; i < MR; i++) {
       VB va = set1_pair(a(0, i));

@@ -29,6 +29,7 @@ static inline VF sub(VF a, VF b) { return _mm256_sub_ps(a, b); }
 static inline VF mul(VF a, VF b) { return _mm256_mul_ps(a, b); }
 static inline VF div(VF a, VF b) { return _mm256_div_ps(a, b); }
 static inline VF fma(VF a, VF b, VF c) { return _mm256_fmadd_ps(a, b, c); }
+static inline VF fmsub(VF a, VF b, VF c) { return _mm256_fmsub_ps(a, b, c); }
 static inline VF fnma(VF a, VF b, VF c) { return _mm256_fnmadd_ps(a, b, c); }
 static inline VF max(VF a, VF b) { return _mm256_max_ps(a, b); }
 static inline VF round_even(VF v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -41,6 +42,9 @@ static inline VF scale_exponent(VF v, VF n) {
   VF alive = _mm256_cmp_ps(n, set1(-126.0f), _CMP_NLT_UQ);
   return _mm256_and_ps(_mm256_mul_ps(_mm256_mul_ps(v, a), b), alive);
 }
+static inline VF add_to_exponent(VF v, VF n) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
+}
 static inline VF keep_lanes(VF v, VF other, int first, int last) {
   __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256i in = _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane),
@@ -51,7 +55,7 @@ static inline VB load_pairs(const void *p) { return _mm256_loadu_si256(static_ca
 static inline VF low_of(VB v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
 static inline VF high_of(VB v) { return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000)))); }
 
-static inline void transpose(VF (&r)[W]) {
+INLINE void transpose(VF (&r)[W]) {
   VF t[W];
   for (int i = 0; i < 4; i++) {
     t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);

@@ -39,6 +39,7 @@ static inline VF sub(VF a, VF b) { return _mm512_sub_ps(a, b); }
 static inline VF mul(VF a, VF b) { return _mm512_mul_ps(a, b); }
 static inline VF div(VF a, VF b) { return _mm512_div_ps(a, b); }
 static inline VF fma(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
+static inline VF fmsub(VF a, VF b, VF c) { return _mm512_fmsub_ps(a, b, c); }
 static inline VF fnma(VF a, VF b, VF c) { return _mm512_fnmadd_ps(a, b, c); }
 // b where either is not a number
 static inline VF max(VF a, VF b) { return _mm512_max_ps(a, b); }
@@ -47,6 +48,10 @@ static inline float max_lanes(VF v) { return _mm512_reduce_max_ps(v); }
 static inline VF round_even(VF v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // v * 2^n for whole n; exactly 0 below the smallest denormal
 static inline VF scale_exponent(VF v, VF n) { return _mm512_scalef_ps(v, n); }
+// v with the low bits of n's representation added to its exponent
+static inline VF add_to_exponent(VF v, VF n) {
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), _mm512_slli_epi32(_mm512_castps_si512(n), 23)));
+}
 // lanes from first (inclusive) to last (exclusive) keep v, the others get other
 static inline VF keep_lanes(VF v, VF other, int first, int last) {
   uint32_t hi = last >= W ? 0xffffu : last <= 0 ? 0u : (1u << last) - 1;
@@ -64,7 +69,7 @@ static inline VB set1_pair(const void *p) { return _mm512_set1_epi32(*static_cas
 #endif
 
 // Rows in[0 .. 15] of 16 lanes -> columns.
-static inline void transpose(VF (&r)[W]) {
+INLINE void transpose(VF (&r)[W]) {
   VF t[W];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {

@@ -30,6 +30,7 @@ static inline VF sub(VF a, VF b) { return a - b; }
 static inline VF mul(VF a, VF b) { return a * b; }
 static inline VF div(VF a, VF b) { return a / b; }
 static inline VF fma(VF a, VF b, VF c) { return a * b + c; }
+static inline VF fmsub(VF a, VF b, VF c) { return a * b - c; }
 static inline VF fnma(VF a, VF b, VF c) { return c - a * b; }
 static inline VF max(VF a, VF b) { return a > b ? a : b; }
 static inline VF round_even(VF v) {
@@ -40,6 +41,7 @@ static inline VF scale_exponent(VF v, VF n) {
   for (int i = 0; i < W; i++) v[i] = n[i] < -126.0f ? 0.0f : ldexpf(v[i], n[i] == n[i] ? int(n[i]) : 0);
   return v;
 }
+static inline VF add_to_exponent(VF v, VF n) { return (VF)((VB)v + ((VB)n << 23)); }
 static inline VF keep_lanes(VF v, VF other, int first, int last) {
   VI lane = {0, 1, 2, 3, 4, 5, 6, 7};
   VI in = (lane >= first) & (lane < last);
@@ -52,7 +54,7 @@ static inline VB load_pairs(const void *p) {
 }
 static inline VF low_of(VB v) { return (VF)(v << 16); }
 static inline VF high_of(VB v) { return (VF)(v & 0xffff0000u); }
-static inline void transpose(VF (&r)[W]) {
+INLINE void transpose(VF (&r)[W]) {
   for (int i = 0; i < W; i++)
     for (int j = 0; j < i; j++) {
       float t = r[i][j];

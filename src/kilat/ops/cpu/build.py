@@ -51,10 +51,14 @@ def build() -> Path:
     """
     sources = source_dir()
     if sources is None:
-        raise ConfigError("the sources of the CPU kernels (native/cpu) are not installed: install kilat from a checkout")
+        raise ConfigError(
+            "the sources of the CPU kernels (native/cpu) are not installed: install kilat from a checkout"
+        )
     cxx = compiler()
     if cxx is None:
-        raise ConfigError(f"no C++ compiler found (looked for {', '.join(_COMPILERS)}): install one, e.g. `apt install g++`")
+        raise ConfigError(
+            f"no C++ compiler found (looked for {', '.join(_COMPILERS)}): install one, e.g. `apt install g++`"
+        )
     units = dict(_COMMON)
     if platform.machine() in ("x86_64", "AMD64"):
         units.update(_X86)
@@ -87,7 +91,9 @@ def _compile(cxx: str, sources: Path, units: dict[str, list[str]], target: Path)
         jobs = []
         for name, flags in units.items():
             command = [cxx, *_FLAGS, *flags, "-c", str(sources / name), "-o", str(work / f"{name}.o")]
-            jobs.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+            jobs.append(
+                subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            )
         failures = [error for job in jobs if (error := _failure(job))]
         if failures:
             raise ConfigError(f"the CPU kernels do not compile with {cxx}: {failures[0]}")

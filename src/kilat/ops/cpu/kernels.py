@@ -75,7 +75,9 @@ class CpuOps:
         context = library.kilat_cpu_create(threads, isa)
         if not context:
             name = _isa_name(library, isa)
-            raise ConfigError(f"no CPU kernels with {threads} threads on {name}: this machine has fewer instructions or no memory")
+            raise ConfigError(
+                f"no CPU kernels with {threads} threads on {name}: this machine has fewer instructions or no memory"
+            )
         self._library = library
         self._context = context
         # Not at interpreter exit: another thread may still be inside an op then, and the process takes everything with it.
@@ -93,10 +95,18 @@ class CpuOps:
         n, k = weight.shape
         weight = _rows_of(weight)
         if bias is not None and (bias.shape != (n,) or bias.dtype != weight.dtype):
-            raise EngineError(f"bias {tuple(bias.shape)} {bias.dtype} does not fit weight {n} x {k} {weight.dtype}")
+            raise EngineError(
+                f"bias {tuple(bias.shape)} {bias.dtype} does not fit weight {n} x {k} {weight.dtype}"
+            )
         bias = None if bias is None else bias.contiguous()
         handle = self._library.kilat_linear_pack(
-            self._context, code, weight.data_ptr(), weight.stride(0), n, k, None if bias is None else bias.data_ptr()
+            self._context,
+            code,
+            weight.data_ptr(),
+            weight.stride(0),
+            n,
+            k,
+            None if bias is None else bias.data_ptr(),
         )
         if not handle:
             raise EngineError(f"no memory to pack a weight of {n} x {k}")
@@ -114,22 +124,26 @@ class CpuOps:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        code = _check_norm(x, weight)
-        x = _rows_of(x)
-        out = torch.empty(x.shape, dtype=x.dtype)
         n, h = x.shape
-        self._rms_norm(self._context, code, x.data_ptr(), x.stride(0), n, h, weight.data_ptr(), eps, out.data_ptr())
+        code = _check_norm(x, weight, h)
+        x = _rows_of(x)
+        out = x.new_empty(n, h)
+        self._rms_norm(
+            self._context, code, x.data_ptr(), x.stride(0), n, h, weight.data_ptr(), eps, out.data_ptr()
+        )
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """``residual`` is updated in place."""
-        code = _check_norm(x, weight)
-        if residual.shape != x.shape or residual.dtype != x.dtype:
-            raise EngineError(f"residual {tuple(residual.shape)} {residual.dtype} beside {tuple(x.shape)} {x.dtype}")
-        x = _rows_of(x)
-        residual = residual if residual.is_contiguous() else residual.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype)
         n, h = x.shape
+        code = _check_norm(x, weight, h)
+        if residual.shape != x.shape or residual.dtype != x.dtype:
+            raise EngineError(
+                f"residual {tuple(residual.shape)} {residual.dtype} beside {tuple(x.shape)} {x.dtype}"
+            )
+        x = _rows_of(x)
+        residual = residual.contiguous()
+        out = x.new_empty(n, h)
         at = (x.data_ptr(), x.stride(0), residual.data_ptr())
         self._add_rms_norm(self._context, code, *at, n, h, weight.data_ptr(), eps, out.data_ptr())
         return out, residual
@@ -143,13 +157,25 @@ class CpuOps:
         return out
 
     def rope_write(
-        self, qkv: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch, heads: Heads, norm: QkNorm | None = None
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        batch: StepBatch,
+        heads: Heads,
+        norm: QkNorm | None = None,
     ) -> Tensor:
         code = _code(qkv)
         rotary = cos_sin.shape[1]
         shape = HeadShape(heads.n_q, heads.n_kv, heads.dim, rotary)
-        if qkv.shape[1] != (heads.n_q + 2 * heads.n_kv) * heads.dim or rotary > heads.dim or heads.dim > MAX_HEAD_DIM:
-            raise EngineError(f"qkv of width {qkv.shape[1]} for {heads}, {rotary} rotated, limit {MAX_HEAD_DIM} a head")
+        if (
+            qkv.shape[1] != (heads.n_q + 2 * heads.n_kv) * heads.dim
+            or rotary > heads.dim
+            or heads.dim > MAX_HEAD_DIM
+        ):
+            raise EngineError(
+                f"qkv of width {qkv.shape[1]} for {heads}, {rotary} rotated, limit {MAX_HEAD_DIM} a head"
+            )
         view = _view(kv, qkv)
         qkv, cos_sin = _rows_of(qkv), cos_sin.contiguous()
         n_tokens = qkv.shape[0]
@@ -157,7 +183,15 @@ class CpuOps:
         norms = (None, None, 0.0) if norm is None else (norm.q.data_ptr(), norm.k.data_ptr(), norm.eps)
         at = (cos_sin.data_ptr(), batch.positions.data_ptr(), batch.slots.data_ptr(), byref(view))
         self._rope_write(
-            self._context, code, qkv.data_ptr(), qkv.stride(0), n_tokens, byref(shape), *at, *norms, q.data_ptr()
+            self._context,
+            code,
+            qkv.data_ptr(),
+            qkv.stride(0),
+            n_tokens,
+            byref(shape),
+            *at,
+            *norms,
+            q.data_ptr(),
         )
         return q
 
@@ -167,10 +201,18 @@ class CpuOps:
         n_tokens, n_q, dim = q.shape
         n_kv = kv.shape[3]
         if kv.shape[4] != dim or n_q % n_kv != 0 or dim > MAX_HEAD_DIM:
-            raise EngineError(f"attention of {n_q} heads of {dim} over {n_kv} heads of {kv.shape[4]}, limit {MAX_HEAD_DIM}")
+            raise EngineError(
+                f"attention of {n_q} heads of {dim} over {n_kv} heads of {kv.shape[4]}, limit {MAX_HEAD_DIM}"
+            )
         view, shape = _view(kv, q), HeadShape(n_q, n_kv, dim, 0)
         table, lengths = batch.page_table, batch.kv_len
-        rows = Rows(batch.row_start.data_ptr(), lengths.data_ptr(), table.data_ptr(), lengths.shape[0], table.stride(0))
+        rows = Rows(
+            batch.row_start.data_ptr(),
+            lengths.data_ptr(),
+            table.data_ptr(),
+            lengths.shape[0],
+            table.stride(0),
+        )
         out = q.new_empty(n_tokens, n_q * dim)
         args = (code, q.data_ptr(), byref(shape), byref(view), byref(rows), scale, window, out.data_ptr())
         if self._attention(self._context, *args):
@@ -190,9 +232,11 @@ def _rows_of(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def _check_norm(x: Tensor, weight: Tensor) -> int:
-    if weight.shape != x.shape[1:] or weight.dtype != x.dtype or not weight.is_contiguous():
-        raise EngineError(f"norm weight {tuple(weight.shape)} {weight.dtype} beside rows {tuple(x.shape)} {x.dtype}")
+def _check_norm(x: Tensor, weight: Tensor, h: int) -> int:
+    if weight.shape != (h,) or weight.dtype != x.dtype or not weight.is_contiguous():
+        raise EngineError(
+            f"norm weight {tuple(weight.shape)} {weight.dtype} beside rows {tuple(x.shape)} {x.dtype}"
+        )
     return _code(x)
 
 
