@@ -53,7 +53,7 @@ def n_parameters(function: Function) -> int:
 
 def is_device_code(function: Function) -> bool:
     """A Triton kernel: compiled for a device, where no struct can be passed."""
-    return any(ast.unparse(d).startswith("triton.jit") for d in function.decorator_list)
+    return any(ast.unparse(d).startswith(("triton.jit", "gluon.jit")) for d in function.decorator_list)
 
 
 def over_budget(name: str, source: str) -> Iterator[str]:

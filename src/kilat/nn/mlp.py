@@ -16,4 +16,4 @@ class GatedMlp:
         self.kernels = build.kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.kernels.silu_mul(self.kernels.linear(x, self.gate_up)))
+        return self.down(self.kernels.gated_linear(x, self.gate_up))

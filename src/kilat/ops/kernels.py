@@ -50,6 +50,11 @@ class Kernels:
     silu_mul: Callable[[Tensor], Tensor]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]] = sample.greedy
     sample_row: Callable[[Tensor, Filter], int] = sample.sample_row
+    fused_gate: Callable[[Tensor, LinearWeight], Tensor] | None = None
+
+    def gated_linear(self, x: Tensor, w: LinearWeight) -> Tensor:
+        """x [T, K], w [2 I, K] (gate first, then up) -> silu_mul(linear(x, w)) [T, I]; in one kernel where the set has it."""
+        return self.fused_gate(x, w) if self.fused_gate else self.silu_mul(self.linear(x, w))
 
 
 def reference(why: str = "asked for") -> Kernels:

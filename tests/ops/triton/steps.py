@@ -21,7 +21,9 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((g - e).norm() / e.norm())
 
 
-def step(counts: list[int], lengths: list[int], shape: Shape, device: torch.device, seed: int = 0) -> StepBatch:
+def step(
+    counts: list[int], lengths: list[int], shape: Shape, device: torch.device, seed: int = 0
+) -> StepBatch:
     """Row b has counts[b] tokens in this step and lengths[b] tokens of context after it."""
     g = torch.Generator().manual_seed(seed)
     n_pages = [-(-n // shape.page_tokens) for n in lengths]
@@ -45,7 +47,9 @@ def step(counts: list[int], lengths: list[int], shape: Shape, device: torch.devi
     )  # fmt: skip
 
 
-def pool(batch: StepBatch, shape: Shape, dtype: torch.dtype, *, layer: int = 1, seed: int = 1) -> torch.Tensor:
+def pool(
+    batch: StepBatch, shape: Shape, dtype: torch.dtype, *, layer: int = 1, seed: int = 1
+) -> torch.Tensor:
     """One layer's view of a pool of 3 layers: random K and V in the rows' slots 0 .. kv_len - 1, NaN everywhere else."""
     g = torch.Generator().manual_seed(seed)
     n_pages = int(batch.page_table.max()) + 4

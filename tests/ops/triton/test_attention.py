@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kilat.ops import attention as reference
-from kilat.ops.triton.attention import attention, attention_exact
+from kilat.ops.triton.attention import Attention
 from tests.ops.triton.steps import Shape, error, pool, step
 
 LIMIT = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -15,19 +15,27 @@ STEPS = {
     "one chunk after a prefix": ([33], [333]),
     "a few tokens each": ([4, 2, 3], [4, 260, 129]),
 }
-SHAPES = [Shape(), Shape(n_q=3, n_kv=1), Shape(n_q=14, n_kv=2, dim=48, page_tokens=32), Shape(n_q=4, n_kv=4, dim=128)]
+SHAPES = [
+    Shape(),
+    Shape(n_q=3, n_kv=1),
+    Shape(n_q=14, n_kv=2, dim=48, page_tokens=32),
+    Shape(n_q=4, n_kv=4, dim=128),
+]
 
 
-@pytest.mark.parametrize("run", [attention, attention_exact])
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_output_equals_the_reference(device, half, shape, name, run):
+def test_output_equals_the_reference(device, half, shape, name, exact):
+    run = Attention(device, exact=exact)
     for dtype, window in ((torch.float32, 0), (half, 0), (torch.float32, 50)):
         batch = step(*STEPS[name], shape, device)
         kv = pool(batch, shape, dtype)
         q = torch.randn(len(batch.positions), shape.n_q, shape.dim).to(device, dtype)
         scale = shape.dim**-0.5
-        expected = reference.attention(q.cpu().double(), kv.cpu().double(), _on_cpu(batch), scale=scale, window=window)
+        expected = reference.attention(
+            q.cpu().double(), kv.cpu().double(), _on_cpu(batch), scale=scale, window=window
+        )
         got = run(q, kv, batch, scale=scale, window=window)
         assert got.shape == expected.shape and got.dtype == dtype
         assert error(got, expected) < LIMIT[dtype]

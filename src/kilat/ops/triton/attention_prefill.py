@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kilat.ops.triton.attention_tiles import EXACT_SPLIT, LOG2E, Call, attend, merge
+from kilat.ops.triton.attention_tiles import EXACT_CUT, LOG2E, Call, attend, merge
 from kilat.ops.triton.launch import can_overlap, let_next_start, wait_for_previous
 
 
@@ -19,18 +19,18 @@ def prefill_rows(call: Call) -> None:
     _blocks[grid](
         call.q, kv, call.out, batch.row_start, batch.kv_len, batch.page_table,
         n_rows, batch.page_table.shape[1], kv.stride(0), kv.stride(1), call.scale * LOG2E,
-        PAGE=batch.page_tokens, TOKEN_STRIDE=kv.stride(2), HEAD_STRIDE=kv.stride(3), SPLIT=EXACT_SPLIT,
+        PAGE=batch.page_tokens, TOKEN_STRIDE=kv.stride(2), HEAD_STRIDE=kv.stride(3), CUT=EXACT_CUT,
         ROWS=max(16, triton.next_power_of_2(n_rows)), FEW=call.few, WINDOW=call.window, HKV=call.n_kv, G=call.group,
         G_PAD=call.group_pad, D=dim, D_PAD=triton.next_power_of_2(dim), M=tile_rows, TILE=64, STAGES=3,
         EXACT=call.exact, PDL=pdl, num_warps=4 if tile_rows == 64 else 8, launch_pdl=pdl,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "table_width"])
 def _blocks(
     q_ptr, kv_ptr, out_ptr, row_start_ptr, kv_len_ptr, table_ptr,
     n_rows, table_width, page_stride, kv_stride, scale,
-    PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, SPLIT: tl.constexpr,
+    PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, CUT: tl.constexpr,
     ROWS: tl.constexpr, FEW: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr,
     G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
@@ -67,13 +67,13 @@ def _blocks(
         if WINDOW > 0:
             first = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE
         if EXACT:
-            for cut in tl.range(first // SPLIT, tl.cdiv(last, SPLIT)):
+            for cut in tl.range(first // CUT, tl.cdiv(last, CUT)):
                 part = tl.zeros((M, D_PAD), tl.float32)
                 part_top = tl.full((M,), float("-inf"), tl.float32)
                 part_total = tl.zeros((M,), tl.float32)
                 part, part_top, part_total = attend(
-                    part, part_top, part_total, q, position, tl.maximum(cut * SPLIT, first),
-                    tl.minimum(cut * SPLIT + SPLIT, last), table, k_ptr, page_stride, kv_stride, scale,
+                    part, part_top, part_total, q, position, tl.maximum(cut * CUT, first),
+                    tl.minimum(cut * CUT + CUT, last), table, k_ptr, page_stride, kv_stride, scale,
                     PAGE, TOKEN_STRIDE, D, D_PAD, TILE, WINDOW, True, STAGES,
                 )  # fmt: skip
                 acc, top, total = merge(acc, top, total, part, part_top, part_total)

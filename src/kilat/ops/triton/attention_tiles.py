@@ -9,7 +9,7 @@ from torch import Tensor
 from kilat.ops.batch import StepBatch
 
 LOG2E = 1.4426950408889634
-EXACT_SPLIT = 256
+EXACT_CUT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,9 @@ def attend(
         page = _pages(table_ptr, start + TILE, last, PAGE, TILE)
         if MASK or D_PAD != D:
             # past kv_len a page holds anything, NaN included: zero it, since 0 * NaN would reach the sum
-            k = tl.load(k_ptr + place[None, :] + d[:, None], mask=(at[None, :] < last) & (d[:, None] < D), other=0.0)
+            k = tl.load(
+                k_ptr + place[None, :] + d[:, None], mask=(at[None, :] < last) & (d[:, None] < D), other=0.0
+            )
         else:
             k = tl.load(k_ptr + place[None, :] + d[:, None])
         s = tl.dot(q, k, input_precision="ieee") * scale
@@ -79,7 +81,11 @@ def attend(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         if MASK or D_PAD != D:
-            v = tl.load(k_ptr + kv_stride + place[:, None] + d[None, :], mask=(at[:, None] < last) & (d[None, :] < D), other=0.0)
+            v = tl.load(
+                k_ptr + kv_stride + place[:, None] + d[None, :],
+                mask=(at[:, None] < last) & (d[None, :] < D),
+                other=0.0,
+            )
         else:
             v = tl.load(k_ptr + kv_stride + place[:, None] + d[None, :])
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
@@ -103,3 +109,12 @@ def merge(acc, top, total, part, part_top, part_total):
     acc = tl.math.fma(part, new[:, None] + tl.zeros_like(part), acc * old[:, None])
     total = tl.math.fma(part_total, new, total * old)
     return acc, new_top, total
+
+
+@triton.jit
+def load_part(part_ptr, weight_ptr, at, real, inside, d, D: tl.constexpr):
+    """A cut's state (acc, top, total) from rows ``at`` of the workspaces; another program wrote it, so the loads go past L1."""
+    part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+    top = tl.load(weight_ptr + at * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(weight_ptr + at * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+    return part, top, total

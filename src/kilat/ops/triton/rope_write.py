@@ -1,6 +1,5 @@
 """rope_write: head norm, rotation and page write in one pass over the QKV product; one program per token and group of heads."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -75,8 +74,9 @@ def _rope_write(
         if REST > 0:
             square += tl.sum(c.to(tl.float32) * c.to(tl.float32), 1)
         factor = tl.rsqrt(square / D + eps)[:, None]
-        wa, wb = _norm_weight(q_norm_ptr, k_norm_ptr, is_q, low, HALF), _norm_weight(
-            q_norm_ptr + HALF, k_norm_ptr + HALF, is_q, low, HALF
+        wa, wb = (
+            _norm_weight(q_norm_ptr, k_norm_ptr, is_q, low, HALF),
+            _norm_weight(q_norm_ptr + HALF, k_norm_ptr + HALF, is_q, low, HALF),
         )
         a = tl.where(is_v, a, ((fa * factor).to(kind).to(tl.float32) * wa).to(kind))
         b = tl.where(is_v, b, ((fb * factor).to(kind).to(tl.float32) * wb).to(kind))

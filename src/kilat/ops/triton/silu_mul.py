@@ -1,6 +1,5 @@
 """silu_mul: elementwise, one program per slice of a row."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
