@@ -1,5 +1,4 @@
-// A caller never waits for a helper that has not taken a unit yet: a helper that sleeps, is descheduled, or does not exist (after
-// fork) costs speed only. All state of "which unit is next" is one 64-bit word, so that a late helper cannot take a unit of a job
+// A caller never waits for a helper that has not taken a unit yet: a helper that sleeps or is descheduled costs speed only. All state of "which unit is next" is one 64-bit word, so that a late helper cannot take a unit of a job
 // that it has not seen: job number (24 bits), units (20 bits), next unit (20 bits).
 #include "pool.h"
 
@@ -141,7 +140,8 @@ void pool_destroy(Pool *p) {
 int pool_threads(const Pool *p) { return p->threads; }
 
 void pool_run(Pool *p, int n, UnitFn fn, void *arg) {
-  if (p->threads == 1 || n <= 1) {
+  // In a forked child the helpers do not exist, and a condition variable that they slept on may not be touched.
+  if (p->threads == 1 || n <= 1 || getpid() != p->owner) {
     for (int i = 0; i < n; i++) fn(arg, i, 0);
     return;
   }

@@ -67,12 +67,12 @@ def load() -> ctypes.CDLL:
     path = build()
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise ConfigError(f"the built CPU kernels cannot be loaded: {error}") from error
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = arguments
+    except (OSError, AttributeError) as error:
+        raise ConfigError(f"the built CPU kernels cannot be loaded: {error}; remove {path}") from error
     if library.kilat_cpu_abi() != ABI:
         raise ConfigError(f"CPU kernels of version {library.kilat_cpu_abi()}, need {ABI}: remove {path}")
     return library
