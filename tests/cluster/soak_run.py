@@ -211,10 +211,15 @@ class Server:
         workers = [p for p in self.gateway.children() if "kilat.cluster.worker" in " ".join(p.cmdline())]
         assert len(workers) == 1, f"{len(workers)} workers below the gateway"
         self.worker = workers[0]
+        # one connection for all questions: whether an old one is closed yet must not change what the gateway holds
+        self._http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+
+    def close(self) -> None:
+        self._http.close()
 
     def metrics(self) -> dict[str, float]:
         """All metrics; labels are part of the name."""
-        text = httpx.get(f"{self.url}/metrics", timeout=60, trust_env=False).text
+        text = self._http.get("/metrics").text
         return {m[1]: float(m[2]) for m in re.finditer(r"^(\w+(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)}
 
     def is_idle(self, m: dict[str, float]) -> bool:
