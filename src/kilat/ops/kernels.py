@@ -10,7 +10,7 @@ from kilat.ops import attention, linear, rms_norm, rope_write, sample, silu_mul
 from kilat.ops.batch import StepBatch
 from kilat.ops.linear import LinearWeight
 from kilat.ops.rope_write import Heads, QkNorm
-from kilat.ops.sample import Filter
+from kilat.ops.sample import Draws, Filter
 
 
 class RopeWrite(Protocol):
@@ -29,6 +29,10 @@ class Attention(Protocol):
     def __call__(
         self, q: Tensor, kv: Tensor, batch: StepBatch, *, scale: float, window: int = 0
     ) -> Tensor: ...
+
+
+class Draw(Protocol):
+    def __call__(self, logits: Tensor, draws: Draws | None, *, filtered: bool) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class Kernels:
     silu_mul: Callable[[Tensor], Tensor]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]] = sample.greedy
     sample_row: Callable[[Tensor, Filter], int] = sample.sample_row
+    draw: Draw = sample.draw
     fused_gate: Callable[[Tensor, LinearWeight], Tensor] | None = None
 
     def gated_linear(self, x: Tensor, w: LinearWeight) -> Tensor:

@@ -5,6 +5,7 @@ import triton
 from torch import Tensor
 
 from kilat.ops.batch import StepBatch
+from kilat.ops.triton.attention_blocks import block_rows, can_take
 from kilat.ops.triton.attention_decode import decode_rows
 from kilat.ops.triton.attention_exact import decode_rows_exact
 from kilat.ops.triton.attention_prefill import prefill_rows
@@ -34,5 +35,5 @@ class Attention:
         if q.shape[0] > 0:
             (decode_rows_exact if self.exact else decode_rows)(call, self.done)
             if batch.max_q_len > few:
-                prefill_rows(call)
+                (block_rows if can_take(call) else prefill_rows)(call)
         return call.out.view(q.shape[0], -1)

@@ -3,7 +3,7 @@
 import torch
 
 from kilat.ops.kernels import Kernels
-from kilat.ops.triton import linear, rms_norm, rope_write, silu_mul
+from kilat.ops.triton import linear, rms_norm, rope_write, sample, silu_mul
 from kilat.ops.triton.attention import Attention
 
 
@@ -21,5 +21,6 @@ def triton_kernels(why: str, *, exact: bool = False) -> Kernels:
         rope_write=rope_write.rope_write,
         attention=Attention(device, exact=exact),
         silu_mul=silu_mul.silu_mul,
+        draw=sample.draw,
         fused_gate=linear.gated_linear_exact if exact else linear.gated_linear,
     )
