@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "kilat_cpu.h"
+#include "arena.h"
 #include "pool.h"
 
 namespace kilat {
@@ -40,6 +41,7 @@ struct Context {
   int threads;
   Scratch *worker;  // [threads], each touched by its own thread only
   Scratch shared;   // touched before and between jobs only
+  Arena arena;  // packed weights
   uint64_t products = 0;  // calls of linear so far
 };
 
@@ -79,7 +81,7 @@ struct AttentionArgs {
 
 // The kernels of one instruction set; index of each pair: KILAT_F32, KILAT_BF16.
 struct Table {
-  int (*linear)(Context *, const Linear *, const void *x, int64_t stride, int64_t rows, void *out);
+  int (*linear)(Context *, const Linear *, bool gated, const void *x, int64_t stride, int64_t rows, void *out);
   void (*norm[2])(Context *, const NormArgs *);
   void (*silu_mul[2])(Context *, const void *x, int64_t stride, int64_t rows, int64_t n, void *out);
   void (*rope_write[2])(Context *, const RopeArgs *);

@@ -3,7 +3,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include <new>
 
@@ -16,6 +15,7 @@ struct kilat_cpu {
 };
 struct kilat_linear {
   Linear linear;
+  ArenaPiece memory;
 };
 
 namespace kilat {
@@ -141,6 +141,7 @@ void kilat_cpu_destroy(kilat_cpu *cpu) {
   pool_destroy(cpu->context.pool);
   for (int i = 0; i < cpu->context.threads; i++) free(cpu->context.worker[i].data);
   free(cpu->context.shared.data);
+  arena_close(&cpu->context.arena);
   delete[] cpu->context.worker;
   delete cpu;
 }
@@ -156,32 +157,25 @@ kilat_linear *kilat_linear_pack(kilat_cpu *cpu, int dtype, const void *weight, i
   w.steps = dtype == KILAT_F32 ? k : (k + 1) / 2;
   w.panels = (n + PANEL - 1) / PANEL;
   w.panel_bytes = w.steps * PANEL * 4;
-  int64_t bias_bytes = bias ? w.panels * PANEL * 4 : 0, total = w.panels * w.panel_bytes + bias_bytes;
-  // Whole huge pages where the weight is large enough that the rest does not matter.
-  const int64_t huge = 2 << 20;
-  bool use_huge = total >= 8 * huge;
-  int64_t unit = use_huge ? huge : 4096;
-  w.bytes = (total + unit - 1) / unit * unit;
-  void *data = nullptr;
-  if (posix_memalign(&data, size_t(unit), size_t(w.bytes)) != 0) {
+  int64_t bias_bytes = bias ? w.panels * PANEL * 4 : 0;
+  w.bytes = w.panels * w.panel_bytes + bias_bytes;
+  Hold hold(cpu);
+  out->memory = arena_get(&cpu->context.arena, w.bytes);
+  if (!out->memory.data) {
     delete out;
     return nullptr;
   }
-#ifdef MADV_HUGEPAGE
-  if (use_huge) madvise(data, size_t(w.bytes), MADV_HUGEPAGE);  // advice only: failing costs speed, not correctness
-#endif
-  w.data = static_cast<char *>(data);
+  w.data = out->memory.data;
   w.bias = bias ? reinterpret_cast<float *>(w.data + w.panels * w.panel_bytes) : nullptr;
   for (int64_t i = 0; bias && i < w.panels * PANEL; i++) w.bias[i] = i < n ? bias_at(bias, dtype, i) : 0.0f;
   PackJob job = {&w, static_cast<const char *>(weight), stride};
-  Hold hold(cpu);
   pool_run(cpu->context.pool, int(w.panels), pack_unit, &job);
   return out;
 }
 
 void kilat_linear_free(kilat_linear *w) {
   if (!w) return;
-  free(w->linear.data);
+  arena_put(w->memory);
   delete w;
 }
 
@@ -189,7 +183,14 @@ int64_t kilat_linear_bytes(const kilat_linear *w) { return w->linear.bytes; }
 
 int kilat_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x, int64_t stride, int64_t rows, void *out) {
   Hold hold(cpu);
-  return rows > 0 ? cpu->context.table->linear(&cpu->context, &w->linear, x, stride, rows, out) : 0;
+  return rows > 0 ? cpu->context.table->linear(&cpu->context, &w->linear, false, x, stride, rows, out) : 0;
+}
+
+int kilat_gated_linear_can(const kilat_linear *w) { return w->linear.n % (2 * PANEL) == 0 && !w->linear.bias; }
+
+int kilat_gated_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x, int64_t stride, int64_t rows, void *out) {
+  Hold hold(cpu);
+  return rows > 0 ? cpu->context.table->linear(&cpu->context, &w->linear, true, x, stride, rows, out) : 0;
 }
 
 void kilat_rms_norm(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, int64_t rows, int64_t h, const void *weight,

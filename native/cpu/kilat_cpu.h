@@ -73,6 +73,13 @@ KILAT_API int64_t kilat_linear_bytes(const kilat_linear *w);
  * or -1 when memory for packing rows is exhausted (out is then undefined). */
 KILAT_API int kilat_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x, int64_t stride, int64_t rows, void *out);
 
+/* Whether kilat_gated_linear_run takes this weight: n a multiple of 64, no bias. */
+KILAT_API int kilat_gated_linear_can(const kilat_linear *w);
+
+/* For a weight whose first n / 2 outputs are gates and the others ups: out [rows, n / 2] contiguous = kilat_silu_mul of what
+ * kilat_linear_run gives, to the bit, in one pass. Returns as kilat_linear_run. */
+KILAT_API int kilat_gated_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x, int64_t stride, int64_t rows, void *out);
+
 /* out [rows, h] contiguous = round(x / sqrt(mean(x^2) + eps)) * weight [h]; fp32 inside. */
 KILAT_API void kilat_rms_norm(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, int64_t rows, int64_t h, const void *weight,
                     double eps, void *out);

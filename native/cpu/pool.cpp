@@ -1,5 +1,6 @@
-// A caller never waits for a helper that has not taken a unit yet: a helper that sleeps or is descheduled costs speed only. All state of "which unit is next" is one 64-bit word, so that a late helper cannot take a unit of a job
-// that it has not seen: job number (24 bits), units (20 bits), next unit (20 bits).
+// A caller never waits for a helper that has not taken a unit yet: a helper that sleeps or is descheduled costs speed only. All state
+// of "which unit is next" is one 64-bit word, so that a late helper cannot take a unit of a job that it has not seen: job number (24
+// bits), units (20 bits), next unit (20 bits).
 #include "pool.h"
 
 #include <pthread.h>

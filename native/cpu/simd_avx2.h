@@ -14,15 +14,15 @@ static inline VF load(const float *p) { return _mm256_loadu_ps(p); }
 static inline void store(float *p, VF v) { _mm256_storeu_ps(p, v); }
 static inline VF widen(__m128i h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); }
 static inline VF load(const bf16 *p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))); }
-static inline void store(bf16 *p, VF v) {
+static inline __m128i narrow(VF v) {
   __m256i x = _mm256_castps_si256(v);
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(1));
   __m256i r = _mm256_srli_epi32(_mm256_add_epi32(x, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
   __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
   r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), nan);
-  r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
-  _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_castsi256_si128(r));
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08));
 }
+static inline void store(bf16 *p, VF v) { _mm_storeu_si128(reinterpret_cast<__m128i *>(p), narrow(v)); }
 
 static inline VF add(VF a, VF b) { return _mm256_add_ps(a, b); }
 static inline VF sub(VF a, VF b) { return _mm256_sub_ps(a, b); }

@@ -17,13 +17,27 @@ static inline VF load(const float *p) {
   return v;
 }
 static inline void store(float *p, VF v) { memcpy(p, &v, sizeof v); }
-static inline VF load(const bf16 *p) {
+struct Halves {
+  bf16 h[W];
+};
+static inline VF widen(const Halves &x) {
   VB b;
-  for (int i = 0; i < W; i++) b[i] = uint32_t(p[i].bits) << 16;
+  for (int i = 0; i < W; i++) b[i] = uint32_t(x.h[i].bits) << 16;
   return (VF)b;
 }
+static inline Halves narrow(VF v) {
+  Halves x;
+  for (int i = 0; i < W; i++) x.h[i] = round_bf16(v[i]);
+  return x;
+}
+static inline VF load(const bf16 *p) {
+  Halves x;
+  memcpy(&x, p, sizeof x);
+  return widen(x);
+}
 static inline void store(bf16 *p, VF v) {
-  for (int i = 0; i < W; i++) p[i] = round_bf16(v[i]);
+  Halves x = narrow(v);
+  memcpy(p, &x, sizeof x);
 }
 static inline VF add(VF a, VF b) { return a + b; }
 static inline VF sub(VF a, VF b) { return a - b; }

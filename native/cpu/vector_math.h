@@ -52,8 +52,4 @@ INLINE VF silu_of(VF x) {
 
 // Round to T and back.
 INLINE VF rounded(VF v, float) { return v; }
-INLINE VF rounded(VF v, bf16) {
-  bf16 t[W];
-  store(t, v);
-  return load(t);
-}
+INLINE VF rounded(VF v, bf16) { return widen(narrow(v)); }

@@ -16,7 +16,7 @@ from tests.ops.cpu.cases import different_bits, normal
 
 pytestmark = pytest.mark.cpu
 
-FILES = ("kilat_cpu.cpp", "pool.cpp", "isa_plain.cpp", "isa_avx2.cpp", "isa_avx512.cpp", "isa_avx512bf16.cpp")
+FILES = (*building._COMMON, *building._X86)
 
 
 @pytest.fixture
@@ -95,6 +95,29 @@ def test_threads_end_with_the_kernel_set(best_isa):
         del kernels
         gc.collect()
     assert n_tasks() == before
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory use from /proc")
+def test_memory_of_packed_weights_is_given_back(best_isa):
+    weight = torch.zeros(4096, 1024)
+
+    def pack_and_drop() -> None:
+        kernels = cpu_kernels(1)
+        packed = [kernels.pack_linear(weight, None) for _ in range(8)]
+        del kernels
+        assert all(p.n_bytes >= weight.nbytes for p in packed)
+
+    pack_and_drop()
+    gc.collect()
+    before = resident_bytes()
+    for _ in range(4):
+        pack_and_drop()
+    gc.collect()
+    assert resident_bytes() < before + 4 * weight.nbytes
 
 
 def test_no_set_without_a_thread(best_isa):

@@ -72,6 +72,28 @@ def test_gate_gives_equal_bits_at_every_place_of_a_row_and_no_nan(kernels, dtype
     assert not differences(got[:, :1], REFERENCE.silu_mul(x)[:, :1], 0)
 
 
+@settings(max_examples=20)
+@given(half=st.integers(1, 130), k=st.integers(1, 150), rows=st.integers(1, 90), seed=st.integers(0, 2**20))
+def test_gated_linear_has_bits_of_gate_after_linear(kernels, lone, half, k, rows, seed):
+    for dtype in DTYPES:
+        for width in (
+            half,
+            -(-half // 32) * 32,
+        ):  # the fused way wants whole panels, the other widths take two steps
+            x, weight = normal(seed, rows, k, dtype=dtype), normal(seed + 1, 2 * width, k, dtype=dtype)
+            packed = kernels.pack_linear(weight, None)
+            expected = kernels.silu_mul(kernels.linear(x, packed))
+            assert not different_bits(kernels.gated_linear(amid_nan(x), packed), expected, seed)
+            assert not different_bits(lone.gated_linear(x[-1:], packed), expected[-1:], seed)
+
+
+def test_gated_linear_adds_bias(kernels, dtype):
+    x, weight, bias = (normal(i, *s, dtype=dtype) for i, s in enumerate([(3, 20), (128, 20), (128,)]))
+    packed = kernels.pack_linear(weight, bias)
+    expected = kernels.silu_mul(kernels.linear(x, packed))
+    assert not different_bits(kernels.gated_linear(x, packed), expected, 0)
+
+
 def test_gate_keeps_nan(kernels, dtype):
     x = torch.zeros(1, 40, dtype=dtype)
     x[0, 7] = torch.nan

@@ -25,7 +25,7 @@ _X86 = {
     "isa_avx512.cpp": _AVX512,
     "isa_avx512bf16.cpp": [*_AVX512, "-mavx512bf16"],
 }
-_COMMON: dict[str, list[str]] = {"kilat_cpu.cpp": [], "pool.cpp": [], "isa_plain.cpp": []}
+_COMMON: dict[str, list[str]] = {"kilat_cpu.cpp": [], "arena.cpp": [], "pool.cpp": [], "isa_plain.cpp": []}
 _COMPILERS = ("g++", "clang++", "c++")
 
 

@@ -46,6 +46,7 @@ def cpu_kernels(threads: int, why: str = "asked for", *, isa: int | None = None)
         rope_write=ops.rope_write,
         attention=ops.attention,
         silu_mul=ops.silu_mul,
+        fused_gate=ops.gated_linear,
     )
 
 
@@ -83,6 +84,8 @@ class CpuOps:
         # Not at interpreter exit: another thread may still be inside an op then, and the process takes everything with it.
         weakref.finalize(self, library.kilat_cpu_destroy, context).atexit = False
         self._linear = library.kilat_linear_run
+        self._gated_linear = library.kilat_gated_linear_run
+        self._gated_linear_can = library.kilat_gated_linear_can
         self._rms_norm = library.kilat_rms_norm
         self._add_rms_norm = library.kilat_add_rms_norm
         self._silu_mul = library.kilat_silu_mul
@@ -120,6 +123,21 @@ class CpuOps:
         x = _rows_of(x)
         out = x.new_empty(x.shape[0], n)
         if self._linear(self._context, w.data.handle, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr()):
+            raise EngineError("no memory for a matrix product")
+        return out
+
+    def gated_linear(self, x: Tensor, w: LinearWeight) -> Tensor:
+        """``silu_mul(linear(x, w))`` to the bit, without the array between them where the shape of ``w`` allows."""
+        n, k = w.shape
+        if not self._gated_linear_can(w.data.handle):
+            return self.silu_mul(self.linear(x, w))
+        if x.dim() != 2 or x.shape[1] != k or x.dtype != w.dtype:
+            raise EngineError(f"linear of {tuple(x.shape)} {x.dtype} with a weight of {n} x {k} {w.dtype}")
+        x = _rows_of(x)
+        out = x.new_empty(x.shape[0], n // 2)
+        if self._gated_linear(
+            self._context, w.data.handle, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr()
+        ):
             raise EngineError("no memory for a matrix product")
         return out
 

@@ -53,6 +53,8 @@ _SIGNATURES = {
     "kilat_linear_free": (None, [_P]),
     "kilat_linear_bytes": (_L, [_P]),
     "kilat_linear_run": (_I, [_P, _P, _P, _L, _L, _P]),
+    "kilat_gated_linear_can": (_I, [_P]),
+    "kilat_gated_linear_run": (_I, [_P, _P, _P, _L, _L, _P]),
     "kilat_rms_norm": (None, [_P, _I, _P, _L, _L, _L, _P, _D, _P]),
     "kilat_add_rms_norm": (None, [_P, _I, _P, _L, _P, _L, _L, _P, _D, _P]),
     "kilat_silu_mul": (None, [_P, _I, _P, _L, _L, _L, _P]),
