@@ -38,7 +38,7 @@ def test_defaults_pass_and_are_openais() -> None:
 
 
 INSIDE: list[tuple[str, Any]] = [
-    *(("temperature", x) for x in (0, 0.0, 100, 1e-300)),
+    *(("temperature", x) for x in (0, 0.0, 100, 1e-30, 1e-6)),
     *(("top_p", x) for x in (1e-9, 0.5, 1.0)),
     *(("min_p", x) for x in (0.0, 1.0)),
     *(("repetition_penalty", x) for x in (1e-6, 1.0, 100.0)),
@@ -73,6 +73,8 @@ def test_value_at_its_limit_passes(name: str, value: Any) -> None:
 # field, refused value, what the message must say of it: what was got, then the limit
 OUTSIDE: list[tuple[str, Any, str, str]] = [
     ("temperature", -0.01, "-0.01", "0 to 100"),
+    ("temperature", 9e-31, "9e-31", "0 (greedy) or 1e-30 to 100"),
+    ("temperature", 5e-324, "5e-324", "0 (greedy) or 1e-30 to 100"),
     ("temperature", 100.5, "100.5", "0 to 100"),
     ("temperature", 10**400, "1000000", "0 to 100"),
     ("top_p", 0.0, "0", "above 0 to 1"),

@@ -5,6 +5,7 @@ import msgspec
 from kilat.base.errors import LimitError, RequestError
 
 MAX_COUNT = 2**31 - 1
+MIN_TEMPERATURE = 1e-30  # logits divided by less are infinite in fp32
 MAX_SAMPLES = 16
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -76,6 +77,11 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
         value = getattr(params, name)
         if not low <= value <= high:  # false for NaN too
             raise LimitError(f"{name} is {value}, allowed {low:.10g} to {high:.10g}", param=name)
+    if 0.0 < params.temperature < MIN_TEMPERATURE:
+        raise LimitError(
+            f"temperature is {params.temperature}, allowed 0 (greedy) or {MIN_TEMPERATURE:g} to 100",
+            param="temperature",
+        )
     if params.top_p == 0.0:
         raise LimitError("top_p is 0, allowed above 0 to 1; use temperature 0 for greedy", param="top_p")
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
