@@ -61,6 +61,24 @@ def test_penalties_hear_of_tokens_sampled_since_admission():
     assert tokens == [5, 3, 5]
 
 
+def test_state_that_grew_token_by_token_is_the_one_built_from_all_tokens():
+    """A session that was preempted is admitted again with its output, and must not notice."""
+    p = SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2)
+    draw = torch.Generator().manual_seed(0)
+    grown = Sampler(kernels.reference(), (EOS,))
+    grown.admit(Admitted("s", [1, 2, 2], 3, p, 1), None)
+    tokens = [1, 2, 2]
+    for i in range(40):
+        row = Row("s", i + 2, [0], [0], sample=True)
+        logits = torch.randn(1, VOCAB, generator=draw)
+        built = Sampler(kernels.reference(), (EOS,))
+        built.admit(Admitted("s", list(tokens), 3, p, 1), None)
+        expected = built.sample([row], logits).token_ids
+        assert grown.sample([row], logits).token_ids == expected
+        tokens += expected[0]
+    assert len(set(tokens)) > 5
+
+
 def test_logit_bias_forces_and_forbids():
     assert sample(ramp(), logit_bias={0: 100.0}).token_ids == [[0]]
     assert sample(ramp(i4=3.0), logit_bias={4: -100.0}).token_ids == [[EOS]]
