@@ -9,7 +9,7 @@ import torch
 from kilat.base.errors import RequestError
 from kilat.engine.grammar import COMPILE_LIMIT_S, GrammarCompiler
 from kilat.wire.sampling import Grammar
-from tests.engine.harness import EOS, byte_tokenizer_json, make_engine, record, tiny_model
+from tests.engine.harness import EOS, byte_tokenizer_json, drain, make_engine, record, tiny_model
 
 pytestmark = pytest.mark.cpu
 
@@ -137,6 +137,20 @@ def test_abort_while_the_grammar_compiles_ends_the_session_once():
     while engine.has_work:
         events += engine.step()
     assert [(e.session_id, e.finish) for e in events] == [("s", "abort")]
+    engine.close()
+
+
+def test_every_sample_of_a_request_that_never_ran_is_ended():
+    engine = make_engine(tiny_model(), grammar=True)
+    engine.submit(record("bad", [1, 2], grammar=Grammar("regex", "a(b"), n=3))
+    ends = [(e.session_id, e.seq, e.finish) for e in drain(engine)]
+    assert ends == [("bad", 0, "error"), ("bad#1", 0, "error"), ("bad#2", 0, "error")]
+    engine.submit(record("left", [1, 2], grammar=Grammar("regex", "[a-z]{5}"), n=2))
+    assert [(e.session_id, e.finish) for e in engine.abort(["left"])] == [
+        ("left", "abort"),
+        ("left#1", "abort"),
+    ]
+    assert drain(engine) == []
     engine.close()
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kilat.base import metrics
 from kilat.base.errors import EngineError, KilatError, RequestError
+from kilat.base.ids import branch_id
 from kilat.engine.grammar import COMPILE_LIMIT_S, GrammarCompiler, Matcher
 from kilat.engine.runner import Flying, Runner
 from kilat.policy.sched.plan import StepPlan
@@ -101,7 +102,7 @@ class Engine:
         for session_id in session_ids:
             waiting = self._compiling.pop(session_id, None)
             if waiting is not None:
-                events.append(_end(waiting.record, "abort"))
+                events += _ends(waiting.record, "abort")
             else:
                 rest.append(session_id)
         return events + self.scheduler.abort(rest, self._now())
@@ -153,15 +154,10 @@ class Engine:
                 c.future.result()
                 self.scheduler.submit(c.record, self._now())
             except KilatError as e:
-                events.append(_end(c.record, "error", e))
+                events += _ends(c.record, "error", e)
             except Exception as e:  # noqa: BLE001  (whatever the library raises, only this session may fail)
-                events.append(
-                    _end(
-                        c.record,
-                        "error",
-                        EngineError(f"the grammar could not be compiled: {type(e).__name__}"),
-                    )
-                )
+                failure = EngineError(f"the grammar could not be compiled: {type(e).__name__}")
+                events += _ends(c.record, "error", failure)
         return events
 
     def close(self) -> None:
@@ -187,14 +183,18 @@ class Engine:
         return {**self.scheduler.gauges(), metrics.SESSIONS_COMPILING: float(len(self._compiling))}
 
 
-def _end(record: SessionRecord, finish: str, error: KilatError | None = None) -> SessionEvent:
-    """The only event of a session that never ran."""
-    return SessionEvent(
-        record.session_id,
-        record.epoch,
-        len(record.output_ids),
-        [],
-        finish=finish,
-        error=error.message if error else None,
-        error_code=error.code if error else None,
-    )
+def _ends(record: SessionRecord, finish: str, error: KilatError | None = None) -> list[SessionEvent]:
+    """The only events of a request that never ran, one for each of its samples."""
+    alone = record.branch > 0 or record.output_ids  # it was adopted: one sample and nothing else
+    return [
+        SessionEvent(
+            branch_id(record.session_id, k),
+            record.epoch,
+            len(record.output_ids),
+            [],
+            finish=finish,
+            error=error.message if error else None,
+            error_code=error.code if error else None,
+        )
+        for k in range(1 if alone else record.params.n)
+    ]
