@@ -17,7 +17,7 @@ from kilat.engine.inputs import host_batch
 from kilat.engine.runner import Flying, MatcherOf, Model, copy_pages
 from kilat.engine.sampler import Sampler
 from kilat.ops.batch import StepBatch
-from kilat.ops.sample import Draws, draw, uniforms
+from kilat.ops.sample import Draws, uniforms
 from kilat.policy.sched.plan import PENDING, Row, StepPlan, StepResult
 
 NOT_FINITE = "the model's output is not finite (NaN or infinity); its weights or dtype may be at fault"
@@ -75,6 +75,7 @@ class DeviceRunner:
     ) -> None:
         self.model, self.kv, self.limits = model, kv, limits
         self.sampler, self.matcher_of = sampler, matcher_of
+        self._draw = sampler.kernels.draw
         self.model_s = 0.0
         self.run_s = 0.0
         cuda = kv.device.type == "cuda"
@@ -155,7 +156,7 @@ class DeviceRunner:
 
     def _forward(self, batch: StepBatch, token_ids: Tensor, draws: Draws | None, filtered: bool) -> Tensor:
         logits = self.model(_with_ids(batch, token_ids), self.kv)
-        return draw(logits, draws, filtered=filtered)
+        return self._draw(logits, draws, filtered=filtered)
 
     # -- steps with prefill, or with rows that need the host --------------------------------------------------------------------------
 
@@ -185,7 +186,7 @@ class DeviceRunner:
             if mode != "greedy"
             else None
         )
-        drawn = draw(logits, draws, filtered=mode == "filtered")
+        drawn = self._draw(logits, draws, filtered=mode == "filtered")
         self.last_ids[slots] = drawn
         return self._land(rows, drawn)
 
