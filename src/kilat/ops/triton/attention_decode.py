@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kilat.ops.triton.attention_tiles import LOG2E, Call, attend, load_part, merge
+from kilat.ops.triton.attention_tiles import LOG2E, Call, attend, pages
 from kilat.ops.triton.launch import can_overlap, let_next_start, prefetch_l2, sm_count, wait_for_previous
 
 
@@ -54,7 +54,8 @@ def decode_rows(call: Call, done: Tensor) -> None:
         PAGE=batch.page_tokens, TOKEN_STRIDE=kv.stride(2), HEAD_STRIDE=kv.stride(3), LEAST=t.least,
         ROWS=max(16, triton.next_power_of_2(n_rows)), FEW=call.few, WINDOW=call.window, HKV=call.n_kv, G=call.group,
         G_PAD=call.group_pad, D=dim, D_PAD=triton.next_power_of_2(dim), M=max(16, call.group_pad),
-        TILE=t.tile, STAGES=t.stages, AHEAD=t.ahead if pdl else 0, PDL=pdl, num_warps=t.warps, launch_pdl=pdl,
+        TILE=t.tile, STAGES=t.stages, AHEAD=t.ahead if pdl else 0, PDL=pdl, num_warps=t.warps,
+        maxnreg=min(248, 65536 // (t.programs * t.warps * 32) // 8 * 8), launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -106,25 +107,18 @@ def _shares(
     m = tl.arange(0, M)
     d = tl.arange(0, D_PAD)
     query, g = m // G_PAD, m % G_PAD
-    row = tl.sum((end_of <= at).to(tl.int32), 0)
+    row, base, start, n, kv_len, low = _place(
+        at, b, n_rows, tiles_of, end_of, row_start_ptr, kv_len_ptr, TILE, WINDOW
+    )
+    tiles = tl.maximum(tl.cdiv(kv_len, TILE) - low, 1)
+    first = (low + (at - base) % tiles) * TILE
+    table = table_ptr + row.to(tl.int64) * table_width
+    page = pages(table, first, kv_len, PAGE, TILE)
     if AHEAD > 0 and at < stop:
-        far_len = tl.load(kv_len_ptr + row)
-        far_n = tl.load(row_start_ptr + row + 1) - tl.load(row_start_ptr + row)
-        far_low = _first_tile(far_len, far_n, TILE, WINDOW)
-        far_tiles = tl.cdiv(far_len, TILE) - far_low
-        far = at - tl.sum(tl.where(b < row, tiles_of, 0), 0)
-        _fetch(
-            kv_ptr + far // far_tiles * HEAD_STRIDE, table_ptr + row.to(tl.int64) * table_width,
-            (far_low + far % far_tiles) * TILE, far_len, page_stride, kv_stride, PAGE, TOKEN_STRIDE, D, AHEAD,
-        )  # fmt: skip
+        head_ptr = kv_ptr + (at - base) // tiles * HEAD_STRIDE
+        _fetch(head_ptr, table, first, kv_len, page_stride, kv_stride, PAGE, TOKEN_STRIDE, D, AHEAD)
     wait_for_previous(PDL)
     while at < stop:
-        start = tl.load(row_start_ptr + row)
-        n = tl.load(row_start_ptr + row + 1) - start
-        kv_len = tl.load(kv_len_ptr + row)
-        low = _first_tile(kv_len, n, TILE, WINDOW)
-        tiles = tl.cdiv(kv_len, TILE) - low
-        base = tl.sum(tl.where(b < row, tiles_of, 0), 0)
         head = (at - base) // tiles
         origin = base + head * tiles
         count = tl.minimum(origin + tiles, stop) - at
@@ -133,36 +127,88 @@ def _shares(
         inside = real[:, None] & (d[None, :] < D)
         q_at = ((start + query) * (HKV * G) + head * G + g).to(tl.int64) * D
         q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=inside, other=0.0)
-        first = (low + at - origin) * TILE
         acc, top, total = attend(
             tl.zeros((M, D_PAD), tl.float32), tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32),
-            q, kv_len - n + query, first, tl.minimum(first + count * TILE, kv_len),
-            table_ptr + row.to(tl.int64) * table_width, kv_ptr + head * HEAD_STRIDE, page_stride, kv_stride, scale,
+            q, kv_len - n + query, page, first, tl.minimum(first + count * TILE, kv_len), table,
+            kv_ptr + head * HEAD_STRIDE, page_stride, kv_stride, scale,
             PAGE, TOKEN_STRIDE, D, D_PAD, TILE, WINDOW, True, STAGES,
         )  # fmt: skip
         first_program, last_program = origin // share, (origin + tiles - 1) // share
-        last = first_program == last_program
-        if first_program < last_program:
-            line = query * G + g
-            mine = (pid * 2 + (at > pid * share).to(tl.int32)) * (FEW * G) + line
+        if first_program == last_program:
+            tl.store(out_ptr + q_at[:, None] + d[None, :], (acc / total[:, None]).to(q.dtype), mask=inside)
+        else:
+            mine = (pid * 2 + (at > pid * share).to(tl.int32)) * (FEW * G) + query * G + g
             tl.store(part_ptr + mine[:, None] * D + d[None, :], acc, mask=inside)
             tl.store(weight_ptr + mine * 2, top, mask=real)
             tl.store(weight_ptr + mine * 2 + 1, total, mask=real)
             tl.debug_barrier()
             finished = tl.atomic_add(done_ptr + row * HKV + head, 1, sem="acq_rel", scope="gpu")
-            last = finished == last_program - first_program
-            if last:
+            if finished == last_program - first_program:
                 tl.store(done_ptr + row * HKV + head, 0)
+                # the head's first part is at its program's end, unless that program begins with it
                 odd = (origin > first_program * share).to(tl.int32)
-                acc, top, total = load_part(
-                    part_ptr, weight_ptr, (first_program * 2 + odd) * (FEW * G) + line, real, inside, d, D
-                )
-                for p in tl.range(first_program + 1, last_program + 1):
-                    p_acc, p_top, p_total = load_part(
-                        part_ptr, weight_ptr, p * 2 * (FEW * G) + line, real, inside, d, D
-                    )
-                    acc, top, total = merge(acc, top, total, p_acc, p_top, p_total)
-        if last:
-            tl.store(out_ptr + q_at[:, None] + d[None, :], (acc / total[:, None]).to(q.dtype), mask=inside)
+                _merge(
+                    out_ptr + (start * HKV + head).to(tl.int64) * G * D, part_ptr, weight_ptr, n, first_program, last_program,
+                    odd, FEW, HKV, G, D, D_PAD,
+                )  # fmt: skip
         at += count
-        row = tl.sum((end_of <= at).to(tl.int32), 0)
+        row, base, start, n, kv_len, low = _place(
+            at, b, n_rows, tiles_of, end_of, row_start_ptr, kv_len_ptr, TILE, WINDOW
+        )
+        tiles = tl.maximum(tl.cdiv(kv_len, TILE) - low, 1)
+        first = (low + (at - base) % tiles) * TILE
+        table = table_ptr + row.to(tl.int64) * table_width
+        page = pages(table, first, kv_len, PAGE, TILE)
+
+
+@triton.jit
+def _place(
+    at, b, n_rows, tiles_of, end_of, row_start_ptr, kv_len_ptr, TILE: tl.constexpr, WINDOW: tl.constexpr
+):
+    """The row that tile ``at`` of the line belongs to: (row, its first tile in the line, its first token, tokens, kv_len, first tile
+    seen); all 0 past the end of the line."""
+    row = tl.sum((end_of <= at).to(tl.int32), 0)
+    there = row < n_rows
+    row = tl.where(there, row, 0)
+    base = tl.sum(tl.where(b < row, tiles_of, 0), 0)
+    start = tl.load(row_start_ptr + row, mask=there, other=0)
+    n = tl.load(row_start_ptr + row + 1, mask=there, other=0) - start
+    kv_len = tl.load(kv_len_ptr + row, mask=there, other=0)
+    return row, base, start, n, kv_len, _first_tile(kv_len, n, TILE, WINDOW)
+
+
+@triton.jit
+def _merge(
+    out_ptr, part_ptr, weight_ptr, n, first_program, last_program, odd,
+    FEW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """All parts of one row and head, several at a time; other programs wrote them, so the loads go past L1."""
+    WIDTH: tl.constexpr = FEW * G
+    W: tl.constexpr = triton.next_power_of_2(WIDTH)
+    P: tl.constexpr = max(1, min(16, 8192 // (W * D_PAD)))
+    line = tl.arange(0, W)
+    d = tl.arange(0, D_PAD)
+    real = (line < WIDTH) & (line // G < n)
+    acc = tl.zeros((W, D_PAD), tl.float32)
+    top = tl.full((W,), float("-inf"), tl.float32)
+    total = tl.zeros((W,), tl.float32)
+    for p0 in tl.range(first_program, last_program + 1, P):
+        p = p0 + tl.arange(0, P)
+        place = (p * 2 + tl.where(p == first_program, odd, 0))[:, None] * WIDTH + line[None, :]
+        mask = (p <= last_program)[:, None] & real[None, :]
+        tops = tl.load(weight_ptr + place * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(weight_ptr + place * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        parts = tl.load(
+            part_ptr + place[:, :, None] * D + d[None, None, :], mask=mask[:, :, None] & (d < D)[None, None, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        share = tl.exp2(tops - base[None, :])
+        old = tl.exp2(top - base)
+        acc = acc * old[:, None] + tl.sum(parts * share[:, :, None], 0)
+        total = total * old + tl.sum(totals * share, 0)
+        top = new_top
+    at = (line // G * HKV * G + line % G) * D
+    y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at[:, None] + d[None, :], y, mask=real[:, None] & (d[None, :] < D))

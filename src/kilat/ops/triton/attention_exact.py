@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kilat.ops.triton.attention_tiles import EXACT_CUT, LOG2E, Call, attend, load_part, merge
+from kilat.ops.triton.attention_tiles import EXACT_CUT, LOG2E, Call, attend, load_part, merge, pages
 from kilat.ops.triton.launch import can_overlap, let_next_start, sm_count, wait_for_previous
 
 TILE = 64
@@ -90,10 +90,11 @@ def _cut_units(
         q_at = ((start + query) * (HKV * G) + head * G + g).to(tl.int64) * D
         q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=inside, other=0.0)
         first = (low + cut) * CUT
+        table = table_ptr + row.to(tl.int64) * table_width
         acc, top, total = attend(
             tl.zeros((M, D_PAD), tl.float32), tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32),
-            q, kv_len - n + query, first, tl.minimum(first + CUT, kv_len),
-            table_ptr + row.to(tl.int64) * table_width, kv_ptr + head * HEAD_STRIDE, page_stride, kv_stride, scale,
+            q, kv_len - n + query, pages(table, first, kv_len, PAGE, TILE), first, tl.minimum(first + CUT, kv_len),
+            table, kv_ptr + head * HEAD_STRIDE, page_stride, kv_stride, scale,
             PAGE, TOKEN_STRIDE, D, D_PAD, TILE, WINDOW, True, STAGES,
         )  # fmt: skip
         last = n_cuts == 1

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kilat.ops.triton.attention_tiles import EXACT_CUT, LOG2E, Call, attend, merge
+from kilat.ops.triton.attention_tiles import EXACT_CUT, LOG2E, Call, attend, merge, pages
 from kilat.ops.triton.launch import can_overlap, let_next_start, wait_for_previous
 
 
@@ -72,7 +72,7 @@ def _blocks(
                 part_top = tl.full((M,), float("-inf"), tl.float32)
                 part_total = tl.zeros((M,), tl.float32)
                 part, part_top, part_total = attend(
-                    part, part_top, part_total, q, position, tl.maximum(cut * CUT, first),
+                    part, part_top, part_total, q, position, pages(table, tl.maximum(cut * CUT, first), last, PAGE, TILE), tl.maximum(cut * CUT, first),
                     tl.minimum(cut * CUT + CUT, last), table, k_ptr, page_stride, kv_stride, scale,
                     PAGE, TOKEN_STRIDE, D, D_PAD, TILE, WINDOW, True, STAGES,
                 )  # fmt: skip
@@ -83,11 +83,11 @@ def _blocks(
             if WINDOW == 0:
                 plain = (lowest + 1) // TILE * TILE
                 acc, top, total = attend(
-                    acc, top, total, q, position, first, plain, table, k_ptr, page_stride, kv_stride, scale,
+                    acc, top, total, q, position, pages(table, first, last, PAGE, TILE), first, plain, table, k_ptr, page_stride, kv_stride, scale,
                     PAGE, TOKEN_STRIDE, D, D_PAD, TILE, WINDOW, False, STAGES,
                 )  # fmt: skip
             acc, top, total = attend(
-                acc, top, total, q, position, plain, last, table, k_ptr, page_stride, kv_stride, scale,
+                acc, top, total, q, position, pages(table, plain, last, PAGE, TILE), plain, last, table, k_ptr, page_stride, kv_stride, scale,
                 PAGE, TOKEN_STRIDE, D, D_PAD, TILE, WINDOW, True, STAGES,
             )  # fmt: skip
         y = acc / total[:, None]

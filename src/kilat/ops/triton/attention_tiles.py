@@ -44,22 +44,21 @@ class Call:
 
 @triton.jit
 def attend(
-    acc, top, total, q, position, first, last, table_ptr, k_ptr, page_stride, kv_stride, scale,
+    acc, top, total, q, position, page, first, last, table_ptr, k_ptr, page_stride, kv_stride, scale,
     PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Keys first .. last - 1 (first a multiple of TILE) for queries q [M, D_PAD] at ``position`` [M]; none sees a key past last - 1.
 
-    State: acc [M, D_PAD] fp32 weighted sum, top [M] maximum score so far, total [M] sum of weights; scores are in powers of two.
+    ``page`` are the pages of the first tile's tokens. State: acc [M, D_PAD] fp32 weighted sum, top [M] maximum score so far, total [M] sum of weights; scores are in powers of two.
     Without MASK ``last`` is a multiple of TILE and every key is visible to every query.
     """
     d = tl.arange(0, D_PAD)
     # page ids are fetched one tile ahead: the loads of K and V then depend on registers only and can run several tiles ahead
-    page = _pages(table_ptr, first, last, PAGE, TILE)
     for start in tl.range(first, last, TILE, num_stages=STAGES):
         at = start + tl.arange(0, TILE)
         place = page.to(tl.int64) * page_stride + (at % PAGE) * TOKEN_STRIDE
-        page = _pages(table_ptr, start + TILE, last, PAGE, TILE)
+        page = pages(table_ptr, start + TILE, last, PAGE, TILE)
         if MASK or D_PAD != D:
             # past kv_len a page holds anything, NaN included: zero it, since 0 * NaN would reach the sum
             k = tl.load(
@@ -94,7 +93,7 @@ def attend(
 
 
 @triton.jit
-def _pages(table_ptr, start, last, PAGE: tl.constexpr, TILE: tl.constexpr):
+def pages(table_ptr, start, last, PAGE: tl.constexpr, TILE: tl.constexpr):
     """Page of each token start .. start + TILE - 1; page 0 for those at or past ``last``."""
     at = start + tl.arange(0, TILE)
     return tl.load(table_ptr + at // PAGE, mask=at < last, other=0)
