@@ -39,7 +39,9 @@ def test_greedy_ids_equal_transformers_over_64_tokens(llm):
         with torch.no_grad():
             logits = twin(torch.tensor([completion.prompt_ids + ours])).logits[0]
         theirs = logits[len(completion.prompt_ids) - 1 : -1].argmax(-1).tolist()
-        assert ours == theirs, f"after {PROMPTS[0]!r}: first difference at {next(i for i in range(64) if ours[i] != theirs[i])}"
+        assert ours == theirs, (
+            f"after {PROMPTS[0]!r}: first difference at {next(i for i in range(64) if ours[i] != theirs[i])}"
+        )
 
 
 def test_ids_alone_equal_ids_in_a_batch_and_after_a_prefix_hit(llm):
@@ -52,5 +54,7 @@ def test_ids_alone_equal_ids_in_a_batch_and_after_a_prefix_hit(llm):
 
 
 def test_a_chat_answer_names_the_capital(llm):
-    answer = llm.chat([{"role": "user", "content": "What is the capital of France? Answer in one sentence."}], GREEDY)[0]
+    answer = llm.chat(
+        [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}], GREEDY
+    )[0]
     assert "Paris" in answer.text

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cpu
 
 
 def filter_of(**changes) -> Filter:
-    base = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7, position=3)
+    base = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 7, "position": 3}
     return Filter(**{**base, **changes})
 
 

@@ -62,7 +62,9 @@ class Decoder:
         head = self.embedding if c.tied else build.take("lm_head.weight", table)
         self.head = build.kernels.pack_linear(head, None)
         if c.tied and self.head.data is not self.embedding:
-            build.on_weight("lm_head.weight", self.head.n_bytes)  # the kernel set keeps a packed copy beside the table
+            build.on_weight(
+                "lm_head.weight", self.head.n_bytes
+            )  # the kernel set keeps a packed copy beside the table
         self.cos_sin = cos_sin_table(c.rope, max_model_len, build.device)
         self.kernels = build.kernels
 
