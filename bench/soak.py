@@ -125,6 +125,7 @@ def soak(args: argparse.Namespace, log: Path) -> tuple[dict[str, Any], list[str]
         wrong = warm_tally.problems + tally.problems + leaks(server, before, timeout_s=SETTLE_S)
         after, holdings = server.metrics(), server.holdings()
         sizes.append(server.size(tally.done))
+        server.close()
     growth = slopes(sizes)
     wrong += [
         f"memory of the {who} grows by {slope / MIB:.2f} MiB per 1,000 requests in the second half"
@@ -187,15 +188,15 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.kind = "soak"
+    settings = {k: getattr(args, k) for k in ("clients", "kv_cache", "max_num_seqs", "max_model_len")}
+    # now, for the commit may be another one when the run ends
+    document = envelope(args, Subject(args.model, "cpu", None, None, None), settings=settings)
+    load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as folder:
         figures, wrong = soak(args, Path(folder) / "log")
     show(figures, wrong)
-    settings = {k: getattr(args, k) for k in ("clients", "kv_cache", "max_num_seqs", "max_model_len")}
-    subject = Subject(args.model, "cpu", None, None, None)
-    document = envelope(
-        args, subject, settings=settings, load_1m=os.getloadavg()[0], results=figures, wrong=wrong
-    )
-    write_json(args.json, document)
+    load.append(os.getloadavg()[0])
+    write_json(args.json, {**document, "load_1m_before_after": load, "results": figures, "wrong": wrong})
     return 1 if wrong else 0
 
 

@@ -1,7 +1,7 @@
 """The requests of a soak run: request ``i`` of a seed is always the same one, whatever order they are sent in.
 
-About 15 in 100 are bad, each with the status it must get. Of the good ones 30 in 100 are given up by their client at some moment.
-Good ones are drawn from a small set, so that most are asked several times and must be answered the same each time.
+About 15 in 100 are bad, each with the status it must get, and 30 in 100 are good but given up by their client at some moment. Good
+ones are drawn from a small set, so that most are asked several times and must be answered the same each time.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON_TYPE = {"content-type": "application/json"}
-BAD_SHARE, CANCELLED_SHARE = 0.15, 0.30
+BAD_SHARE, CANCELLED_SHARE = 0.15, 0.30 / 0.85
 CANCELS = ("early", "late", "chunks", "reset", "half_body")
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand part place "
