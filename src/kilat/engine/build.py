@@ -128,7 +128,7 @@ def _scheduler(config: EngineConfig, choices: _Choices, n_pages: int, eos_ids: S
         max_waiting=config.max_waiting,
         prefix_cache=config.prefix_cache,
         depth=choices.depth,
-        target_step_s=config.target_step_s,
+        target_step_s=config.target_step_s or (0.02 if choices.device.type == "cuda" else 0.2),
     )
     # pages of another dtype, kernel set or page size hold other bits: they must not share a name
     name = f"{config.model_id}/{choices.dtype}/{choices.kernels.name}/{config.page_tokens}"

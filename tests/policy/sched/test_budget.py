@@ -135,12 +135,21 @@ def test_target_time_bounds_the_prefill_share_of_a_step():
 
 def test_prefill_makes_a_page_of_progress_whatever_the_target():
     rig = Rig(max_step_tokens=64, target_step_s=1e-9)
+    rig.submit("d", [1], max_tokens=30)
     rig.submit("a", range(40), max_tokens=1)
-    rig.submit("b", range(50, 90), max_tokens=1)
     rig.step()
-    assert [p[0][2] for p in (shape(rig.step()), shape(rig.step()))] == [4, 4]
+    rig.submit("b", range(50, 90), max_tokens=1)
+    assert [shape(rig.step())[1][2] for _ in range(2)] == [4, 4]
     rig.run()
-    assert len(rig.finish) == 2
+    assert len(rig.finish) == 3
+
+
+def test_without_a_stream_to_protect_the_budget_alone_decides():
+    rig = Rig(max_step_tokens=64, max_model_len=200, target_step_s=1e-9)
+    rig.submit("a", range(40), max_tokens=1)
+    rig.step()
+    rig.submit("b", range(50, 150), max_tokens=1)
+    assert [shape(rig.step()) for _ in range(2)] == [[("b", 0, 64)], [("b", 64, 36)]]
 
 
 def test_more_plans_than_the_depth_are_a_mistake():

@@ -22,7 +22,7 @@ def test_before_the_first_measurement_the_whole_budget_is_for_prefill():
 def test_decode_rows_are_part_of_the_target():
     pace = Pace(0.1)
     pace.stepped(0.0, 1.0, 1000, prefill=True)
-    assert pace.prefill_tokens(0, 500, 16) == 100
+    assert pace.prefill_tokens(1, 500, 16) == 99
     assert pace.prefill_tokens(30, 500, 16) == 70
     assert pace.prefill_tokens(95, 500, 16) == 16
 
@@ -31,7 +31,13 @@ def test_steps_of_decode_rows_only_do_not_count():
     pace = Pace(0.1)
     pace.stepped(0.0, 1.0, 1000, prefill=True)
     pace.stepped(1.0, 2.0, 1, prefill=False)
-    assert pace.prefill_tokens(0, 500, 16) == 100
+    assert pace.prefill_tokens(1, 500, 16) == 99
+
+
+def test_without_decode_rows_the_target_protects_nobody():
+    pace = Pace(0.1)
+    pace.stepped(0.0, 1.0, 1000, prefill=True)
+    assert pace.prefill_tokens(0, 500, 16) == 500
 
 
 def test_step_that_was_planned_during_another_is_measured_from_the_end_of_that_one():

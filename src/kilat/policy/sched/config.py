@@ -18,7 +18,7 @@ class SchedulerConfig:
     prefix_cache          find the start of a prompt in pages that are still there
     depth                 plans that may be outstanding: 2 plans a step while the one before runs
     tenant_weights        share of a tenant in the prefill work when several wait; 1 for those not named
-    target_step_s         a step's prefill share is what this leaves; None: only max_step_tokens bounds it
+    target_step_s         while sessions decode, a step's prefill share is what this leaves; None: only max_step_tokens bounds it
     """
 
     n_pages: int

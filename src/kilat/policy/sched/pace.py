@@ -18,8 +18,8 @@ class Pace:
 
     def prefill_tokens(self, n_decode: int, n_left: int, page_tokens: int) -> int:
         """Tokens of prefill for a step with ``n_decode`` decode rows and ``n_left`` tokens of budget: what the target leaves, never
-        below one page, so that prompts always make progress."""
-        if self.target_step_s is None or self.s_per_token is None:
+        below one page, so that prompts always make progress. Without a stream to protect the budget alone decides."""
+        if self.target_step_s is None or self.s_per_token is None or n_decode == 0:
             return n_left
         share = int(self.target_step_s / self.s_per_token) - n_decode
         return min(n_left, max(share, page_tokens))
