@@ -71,7 +71,7 @@ def test_mixed_load_is_answered_right_and_leaves_nothing_behind(server: Server, 
     assert leaks(server, before, timeout_s=30) == []
     m = server.metrics()
     assert m["kilat_pages_free"] + m["kilat_pages_cached"] == PAGES
-    assert m["kilat_sessions_finished_abort_total"] > 20, "sessions of clients that left ran on to their end"
+    assert m["kilat_sessions_finished_abort_total"] > 5, "sessions of clients that left ran on to their end"
     assert m["kilat_preemptions_total"] > 0, "the pool was never too small: this tests less than it should"
     assert [line for line in log.read_text().splitlines() if "Traceback" in line or " E " in line] == []
 
