@@ -12,7 +12,7 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -73,8 +73,13 @@ class Result:
     torch_us: float | None
     reads_bytes: int
     flops: int
-    share: float
-    share_of: str
+    bound: str
+
+    def share(self, limits: "Limits") -> float:
+        """Of the limit that bounds it: "read" or "bf16"."""
+        if self.bound == "read":
+            return self.reads_bytes / self.us / 1e3 / limits.read_gb_s
+        return self.flops / self.us / 1e3 / limits.bf16_gflops
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,10 @@ class Limits:
     bf16_gflops: float
     fp32_gflops: float
     read_gb_s: float
+
+    def raised_to(self, other: "Limits") -> "Limits":
+        """The better of two measurements: on a shared machine each is a lower bound."""
+        return Limits(**{k: max(v, asdict(other)[k]) for k, v in asdict(self).items()})
 
 
 def measure_limits(threads: int) -> Limits:
@@ -118,26 +127,18 @@ def best_us(
 
 
 class Bench:
-    """One run: the kernels, the limits, the results so far."""
+    """One run: the kernels and the results so far."""
 
-    def __init__(self, kernels: Kernels, limits: Limits, budget_s: float) -> None:
+    def __init__(self, kernels: Kernels, budget_s: float) -> None:
         self.kernels = kernels
-        self.limits = limits
         self.budget_s = budget_s
         self.results: list[Result] = []
 
     def add(
         self, op: str, model: Model, shape: str, times: list[float], *, reads: int, flops: int, bound: str
     ) -> None:
-        us = times[0]
-        if bound == "read":
-            share = reads / us / 1e3 / self.limits.read_gb_s
-        else:
-            share = flops / us / 1e3 / self.limits.bf16_gflops
         other = times[1] if len(times) > 1 else None
-        result = Result(op, model.name, shape, us, other, reads, flops, share, bound)
-        self.results.append(result)
-        print(line(result), flush=True)
+        self.results.append(Result(op, model.name, shape, times[0], other, reads, flops, bound))
 
     def linears(self, model: Model) -> None:
         for name, (n, k) in model.linears().items():
@@ -267,14 +268,11 @@ def gated(gate_up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate) * up
 
 
-def line(r: Result) -> str:
-    other = "" if r.torch_us is None else f"{r.torch_us:10.1f} us {r.torch_us / r.us:6.2f}x"
+def line(r: Result, limits: Limits) -> str:
+    other = "" if r.torch_us is None else f"torch {r.torch_us:10.1f} us {r.torch_us / r.us:6.2f}x"
     rate = f"{r.reads_bytes / r.us / 1e3:7.1f} GB/s {r.flops / r.us / 1e3:7.1f} GFLOP/s"
-    return f"{r.model:8} {r.op:18} {r.shape:22} {r.us:10.1f} us {rate} {r.share:6.0%} of {r.share_of:5} torch {other}"
-
-
-def cases(bench: Bench, model: Model) -> Iterator[Callable[[Model], None]]:
-    yield from (bench.linears, bench.small, bench.attention)
+    name = f"{r.model:8} {r.op:18} {r.shape:20}"
+    return f"{name} {r.us:10.1f} us {rate} {r.share(limits):5.0%} of {r.bound:4} {other}"
 
 
 def main() -> None:
@@ -290,13 +288,14 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     limits = measure_limits(args.threads)
     kernels = cpu_kernels(args.threads)
-    print(f"{kernels.name}, {args.threads} threads; limits before: {limits}")
-    bench = Bench(kernels, limits, args.budget_s)
+    bench = Bench(kernels, args.budget_s)
     for name in args.models.split(","):
-        for case in cases(bench, MODELS[name]):
+        for case in (bench.linears, bench.small, bench.attention):
             case(MODELS[name])
-    after = measure_limits(args.threads)
-    print(f"limits after: {after}")
+            limits = limits.raised_to(measure_limits(args.threads))
+    print(f"{kernels.name}, {args.threads} threads, limits: {limits}")
+    for result in bench.results:
+        print(line(result, limits))
     if args.json:
         report = {
             "sha": source_sha(),
@@ -306,8 +305,7 @@ def main() -> None:
             "dtype": "bfloat16",
             "seed": SEED,
             "limits": asdict(limits),
-            "limits_after": asdict(after),
-            "results": [asdict(r) for r in bench.results],
+            "results": [{**asdict(r), "share": round(r.share(limits), 3)} for r in bench.results],
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,8 +1,8 @@
 """Attention of rows with few tokens: all tiles of keys of all rows and heads in one line, cut into equal shares, one per program.
 
 A share is at most the end of one head's keys, some whole heads, and the beginning of another's. What a program computes of a head that it
-shares with others goes to a workspace, and whoever finishes a head last merges its parts. Every program counts the tiles of all rows from
-kv_len, so nothing depends on host-known lengths and the work is even however different the rows are.
+shares with others goes to a workspace, and a second kernel merges these parts. Every program counts the tiles of all rows from kv_len, so
+nothing depends on host-known lengths and the work is even however different the rows are.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kilat.ops.triton.attention_tiles import LOG2E, Call, attend, pages
 from kilat.ops.triton.launch import can_overlap, let_next_start, prefetch_l2, sm_count, wait_for_previous
@@ -31,31 +30,31 @@ class Tuning:
 
 def tuning(n_rows: int) -> Tuning:
     """Measured on H200."""
-    if n_rows <= 4:
-        return Tuning(64, 3, 4, 3, 1, 64)
-    if n_rows < 32:
-        return Tuning(32, 5, 4, 3, 4, 128)
-    return Tuning(32, 4, 2, 4, 8, 0)
+    return Tuning(64, 3, 4, 3, 1 if n_rows <= 2 else 2, 64) if n_rows <= 32 else Tuning(64, 3, 4, 3, 4, 64)
 
 
-def decode_rows(call: Call, done: Tensor) -> None:
-    """Writes ``call.out`` for every token of rows with 1 .. call.few tokens. ``done`` int32 [>= B * Hkv] is zero before and after."""
+def decode_rows(call: Call) -> None:
+    """Writes ``call.out`` for every token of rows with 1 .. call.few tokens."""
     batch, kv, dim = call.batch, call.kv, call.q.shape[2]
     n_rows = batch.kv_len.shape[0]
     t = tuning(n_rows)
     n_programs = t.programs * sm_count()
+    width = call.few * call.group
     # a program leaves at most two parts: at its beginning (even places) and at its end (odd places)
-    part = torch.empty(n_programs * 2, call.few * call.group, dim, dtype=torch.float32, device=call.q.device)
-    weight = torch.empty(n_programs * 2, call.few * call.group, 2, dtype=torch.float32, device=call.q.device)
-    pdl = can_overlap()
+    part = torch.empty(n_programs * 2, width, dim, dtype=torch.float32, device=call.q.device)
+    weight = torch.empty(n_programs * 2, width, 2, dtype=torch.float32, device=call.q.device)
+    rows, d_pad, pdl = max(16, triton.next_power_of_2(n_rows)), triton.next_power_of_2(dim), can_overlap()
     _shares[(n_programs,)](
-        call.q, kv, call.out, part, weight, done, batch.row_start, batch.kv_len, batch.page_table,
+        call.q, kv, call.out, part, weight, batch.row_start, batch.kv_len, batch.page_table,
         n_rows, batch.page_table.shape[1], kv.stride(0), kv.stride(1), call.scale * LOG2E,
-        PAGE=batch.page_tokens, TOKEN_STRIDE=kv.stride(2), HEAD_STRIDE=kv.stride(3), LEAST=t.least,
-        ROWS=max(16, triton.next_power_of_2(n_rows)), FEW=call.few, WINDOW=call.window, HKV=call.n_kv, G=call.group,
-        G_PAD=call.group_pad, D=dim, D_PAD=triton.next_power_of_2(dim), M=max(16, call.group_pad),
-        TILE=t.tile, STAGES=t.stages, AHEAD=t.ahead if pdl else 0, PDL=pdl, num_warps=t.warps,
-        maxnreg=min(248, 65536 // (t.programs * t.warps * 32) // 8 * 8), launch_pdl=pdl,
+        PAGE=batch.page_tokens, TOKEN_STRIDE=kv.stride(2), HEAD_STRIDE=kv.stride(3), LEAST=t.least, ROWS=rows, FEW=call.few,
+        WINDOW=call.window, HKV=call.n_kv, G=call.group, G_PAD=call.group_pad, D=dim, D_PAD=d_pad, M=max(16, call.group_pad),
+        TILE=t.tile, STAGES=t.stages, AHEAD=t.ahead if pdl else 0, PDL=pdl, num_warps=t.warps, launch_pdl=pdl,
+    )  # fmt: skip
+    _merge[(n_rows, call.n_kv)](
+        call.out, part, weight, batch.row_start, batch.kv_len, n_rows, n_programs,
+        LEAST=t.least, ROWS=rows, FEW=call.few, WINDOW=call.window, HKV=call.n_kv, G=call.group, D=dim, D_PAD=d_pad,
+        WIDTH=width, W=triton.next_power_of_2(width), TILE=t.tile, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -80,9 +79,26 @@ def _fetch(
     prefetch_l2(place + kv_stride, D * 2)
 
 
+@triton.jit
+def _line(
+    row_start_ptr, kv_len_ptr, n_rows, n_programs,
+    ROWS: tl.constexpr, FEW: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """(tiles of all heads of each row [ROWS], where each row ends in the line [ROWS], tiles of the line, tiles of a share)."""
+    b = tl.arange(0, ROWS)
+    n = tl.load(row_start_ptr + b + 1, mask=b < n_rows, other=0) - tl.load(
+        row_start_ptr + b, mask=b < n_rows, other=0
+    )
+    kv_len = tl.load(kv_len_ptr + b, mask=b < n_rows, other=0)
+    tiles = tl.cdiv(kv_len, TILE) - _first_tile(kv_len, n, TILE, WINDOW)
+    tiles = tl.where((n > 0) & (n <= FEW), tiles, 0) * HKV
+    total = tl.sum(tiles, 0)
+    return tiles, tl.cumsum(tiles, 0), total, tl.maximum(tl.cdiv(total, n_programs), LEAST)
+
+
 @triton.jit(do_not_specialize=["n_rows", "table_width"])
 def _shares(
-    q_ptr, kv_ptr, out_ptr, part_ptr, weight_ptr, done_ptr, row_start_ptr, kv_len_ptr, table_ptr,
+    q_ptr, kv_ptr, out_ptr, part_ptr, weight_ptr, row_start_ptr, kv_len_ptr, table_ptr,
     n_rows, table_width, page_stride, kv_stride, scale,
     PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, LEAST: tl.constexpr,
     ROWS: tl.constexpr, FEW: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr,
@@ -90,35 +106,36 @@ def _shares(
     STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
-    b = tl.arange(0, ROWS)
-    n_of = tl.load(row_start_ptr + b + 1, mask=b < n_rows, other=0) - tl.load(
-        row_start_ptr + b, mask=b < n_rows, other=0
+    tiles_of, end_of, line, share = _line(
+        row_start_ptr, kv_len_ptr, n_rows, tl.num_programs(0), ROWS, FEW, WINDOW, HKV, TILE, LEAST
     )
-    len_of = tl.load(kv_len_ptr + b, mask=b < n_rows, other=0)
-    tiles_of = tl.cdiv(len_of, TILE) - _first_tile(len_of, n_of, TILE, WINDOW)
-    tiles_of = tl.where((n_of > 0) & (n_of <= FEW), tiles_of, 0) * HKV
-    end_of = tl.cumsum(tiles_of, 0)
-    n_tiles = tl.sum(tiles_of, 0)
-    share = tl.maximum(tl.cdiv(n_tiles, tl.num_programs(0)), LEAST)
+    b = tl.arange(0, ROWS)
     pid = tl.program_id(0)
     at = pid * share
-    stop = tl.minimum(at + share, n_tiles)
-
+    stop = tl.minimum(at + share, line)
     m = tl.arange(0, M)
     d = tl.arange(0, D_PAD)
     query, g = m // G_PAD, m % G_PAD
-    row, base, start, n, kv_len, low = _place(
-        at, b, n_rows, tiles_of, end_of, row_start_ptr, kv_len_ptr, TILE, WINDOW
-    )
-    tiles = tl.maximum(tl.cdiv(kv_len, TILE) - low, 1)
-    first = (low + (at - base) % tiles) * TILE
-    table = table_ptr + row.to(tl.int64) * table_width
-    page = pages(table, first, kv_len, PAGE, TILE)
     if AHEAD > 0 and at < stop:
-        head_ptr = kv_ptr + (at - base) // tiles * HEAD_STRIDE
-        _fetch(head_ptr, table, first, kv_len, page_stride, kv_stride, PAGE, TOKEN_STRIDE, D, AHEAD)
+        far_row = tl.sum((end_of <= at).to(tl.int32), 0)
+        far_len = tl.load(kv_len_ptr + far_row)
+        far_n = tl.load(row_start_ptr + far_row + 1) - tl.load(row_start_ptr + far_row)
+        far_low = _first_tile(far_len, far_n, TILE, WINDOW)
+        far_tiles = tl.cdiv(far_len, TILE) - far_low
+        far = at - tl.sum(tl.where(b < far_row, tiles_of, 0), 0)
+        _fetch(
+            kv_ptr + far // far_tiles * HEAD_STRIDE, table_ptr + far_row.to(tl.int64) * table_width,
+            (far_low + far % far_tiles) * TILE, far_len, page_stride, kv_stride, PAGE, TOKEN_STRIDE, D, AHEAD,
+        )  # fmt: skip
     wait_for_previous(PDL)
     while at < stop:
+        row = tl.sum((end_of <= at).to(tl.int32), 0)
+        start = tl.load(row_start_ptr + row)
+        n = tl.load(row_start_ptr + row + 1) - start
+        kv_len = tl.load(kv_len_ptr + row)
+        low = _first_tile(kv_len, n, TILE, WINDOW)
+        tiles = tl.cdiv(kv_len, TILE) - low
+        base = tl.sum(tl.where(b < row, tiles_of, 0), 0)
         head = (at - base) // tiles
         origin = base + head * tiles
         count = tl.minimum(origin + tiles, stop) - at
@@ -126,6 +143,9 @@ def _shares(
         real = (query < n) & (query < FEW) & (g < G)
         inside = real[:, None] & (d[None, :] < D)
         q_at = ((start + query) * (HKV * G) + head * G + g).to(tl.int64) * D
+        first = (low + at - origin) * TILE
+        table = table_ptr + row.to(tl.int64) * table_width
+        page = pages(table, first, kv_len, PAGE, TILE)
         q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=inside, other=0.0)
         acc, top, total = attend(
             tl.zeros((M, D_PAD), tl.float32), tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32),
@@ -133,82 +153,60 @@ def _shares(
             kv_ptr + head * HEAD_STRIDE, page_stride, kv_stride, scale,
             PAGE, TOKEN_STRIDE, D, D_PAD, TILE, WINDOW, True, STAGES,
         )  # fmt: skip
-        first_program, last_program = origin // share, (origin + tiles - 1) // share
-        if first_program == last_program:
+        if origin // share == (origin + tiles - 1) // share:
             tl.store(out_ptr + q_at[:, None] + d[None, :], (acc / total[:, None]).to(q.dtype), mask=inside)
         else:
-            mine = (pid * 2 + (at > pid * share).to(tl.int32)) * (FEW * G) + query * G + g
-            tl.store(part_ptr + mine[:, None] * D + d[None, :], acc, mask=inside)
-            tl.store(weight_ptr + mine * 2, top, mask=real)
-            tl.store(weight_ptr + mine * 2 + 1, total, mask=real)
-            tl.debug_barrier()
-            finished = tl.atomic_add(done_ptr + row * HKV + head, 1, sem="acq_rel", scope="gpu")
-            if finished == last_program - first_program:
-                tl.store(done_ptr + row * HKV + head, 0)
-                # the head's first part is at its program's end, unless that program begins with it
-                odd = (origin > first_program * share).to(tl.int32)
-                _merge(
-                    out_ptr + (start * HKV + head).to(tl.int64) * G * D, part_ptr, weight_ptr, n, first_program, last_program,
-                    odd, FEW, HKV, G, D, D_PAD,
-                )  # fmt: skip
+            place = (pid * 2 + (at > pid * share).to(tl.int32)) * (FEW * G) + query * G + g
+            tl.store(part_ptr + place[:, None] * D + d[None, :], acc, mask=inside)
+            tl.store(weight_ptr + place * 2, top, mask=real)
+            tl.store(weight_ptr + place * 2 + 1, total, mask=real)
         at += count
-        row, base, start, n, kv_len, low = _place(
-            at, b, n_rows, tiles_of, end_of, row_start_ptr, kv_len_ptr, TILE, WINDOW
-        )
-        tiles = tl.maximum(tl.cdiv(kv_len, TILE) - low, 1)
-        first = (low + (at - base) % tiles) * TILE
-        table = table_ptr + row.to(tl.int64) * table_width
-        page = pages(table, first, kv_len, PAGE, TILE)
 
 
-@triton.jit
-def _place(
-    at, b, n_rows, tiles_of, end_of, row_start_ptr, kv_len_ptr, TILE: tl.constexpr, WINDOW: tl.constexpr
-):
-    """The row that tile ``at`` of the line belongs to: (row, its first tile in the line, its first token, tokens, kv_len, first tile
-    seen); all 0 past the end of the line."""
-    row = tl.sum((end_of <= at).to(tl.int32), 0)
-    there = row < n_rows
-    row = tl.where(there, row, 0)
-    base = tl.sum(tl.where(b < row, tiles_of, 0), 0)
-    start = tl.load(row_start_ptr + row, mask=there, other=0)
-    n = tl.load(row_start_ptr + row + 1, mask=there, other=0) - start
-    kv_len = tl.load(kv_len_ptr + row, mask=there, other=0)
-    return row, base, start, n, kv_len, _first_tile(kv_len, n, TILE, WINDOW)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_programs"])
 def _merge(
-    out_ptr, part_ptr, weight_ptr, n, first_program, last_program, odd,
-    FEW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    out_ptr, part_ptr, weight_ptr, row_start_ptr, kv_len_ptr, n_rows, n_programs,
+    LEAST: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All parts of one row and head, several at a time; other programs wrote them, so the loads go past L1."""
-    WIDTH: tl.constexpr = FEW * G
-    W: tl.constexpr = triton.next_power_of_2(WIDTH)
+    """One program per row and head: adds the parts of a head that several programs shared, P of them at a time."""
+    let_next_start(PDL)
     P: tl.constexpr = max(1, min(16, 8192 // (W * D_PAD)))
-    line = tl.arange(0, W)
-    d = tl.arange(0, D_PAD)
-    real = (line < WIDTH) & (line // G < n)
-    acc = tl.zeros((W, D_PAD), tl.float32)
-    top = tl.full((W,), float("-inf"), tl.float32)
-    total = tl.zeros((W,), tl.float32)
-    for p0 in tl.range(first_program, last_program + 1, P):
-        p = p0 + tl.arange(0, P)
-        place = (p * 2 + tl.where(p == first_program, odd, 0))[:, None] * WIDTH + line[None, :]
-        mask = (p <= last_program)[:, None] & real[None, :]
-        tops = tl.load(weight_ptr + place * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(weight_ptr + place * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
-        parts = tl.load(
-            part_ptr + place[:, :, None] * D + d[None, None, :], mask=mask[:, :, None] & (d < D)[None, None, :], other=0.0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        share = tl.exp2(tops - base[None, :])
-        old = tl.exp2(top - base)
-        acc = acc * old[:, None] + tl.sum(parts * share[:, :, None], 0)
-        total = total * old + tl.sum(totals * share, 0)
-        top = new_top
-    at = (line // G * HKV * G + line % G) * D
-    y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at[:, None] + d[None, :], y, mask=real[:, None] & (d[None, :] < D))
+    row, head = tl.program_id(0), tl.program_id(1)
+    tiles_of, _, _, share = _line(
+        row_start_ptr, kv_len_ptr, n_rows, n_programs, ROWS, FEW, WINDOW, HKV, TILE, LEAST
+    )
+    b = tl.arange(0, ROWS)
+    tiles = tl.sum(tl.where(b == row, tiles_of, 0), 0) // HKV
+    origin = tl.sum(tl.where(b < row, tiles_of, 0), 0) + head * tiles
+    first, last = origin // share, (origin + tiles - 1) // share
+    # the first part lies at its program's end, unless that program begins with the head
+    odd = (origin > first * share).to(tl.int32)
+    start = tl.load(row_start_ptr + row)
+    n = tl.load(row_start_ptr + row + 1) - start
+    wait_for_previous(PDL)
+    if (tiles > 0) & (first < last):
+        line = tl.arange(0, W)
+        d = tl.arange(0, D_PAD)
+        real = (line < WIDTH) & (line // G < n)
+        acc = tl.zeros((W, D_PAD), tl.float32)
+        top = tl.full((W,), float("-inf"), tl.float32)
+        total = tl.zeros((W,), tl.float32)
+        for p0 in tl.range(first, last + 1, P):
+            p = p0 + tl.arange(0, P)
+            place = (p * 2 + tl.where(p == first, odd, 0))[:, None] * WIDTH + line[None, :]
+            mask = (p <= last)[:, None] & real[None, :]
+            tops = tl.load(weight_ptr + place * 2, mask=mask, other=float("-inf"))
+            totals = tl.load(weight_ptr + place * 2 + 1, mask=mask, other=0.0)
+            inside = mask[:, :, None] & (d < D)[None, None, :]
+            parts = tl.load(part_ptr + place[:, :, None] * D + d[None, None, :], mask=inside, other=0.0)
+            new_top = tl.maximum(top, tl.max(tops, 0))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            factor = tl.exp2(tops - base[None, :])
+            old = tl.exp2(top - base)
+            acc = acc * old[:, None] + tl.sum(parts * factor[:, :, None], 0)
+            total = total * old + tl.sum(totals * factor, 0)
+            top = new_top
+        at = (((start + line // G) * HKV + head) * G + line % G).to(tl.int64) * D
+        y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at[:, None] + d[None, :], y, mask=real[:, None] & (d[None, :] < D))

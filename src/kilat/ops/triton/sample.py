@@ -9,6 +9,7 @@ from kilat.ops.sample import Draws
 from kilat.ops.triton.launch import can_overlap, let_next_start, wait_for_previous
 
 BLOCK = 8192
+R = 2
 
 
 def draw(logits: Tensor, draws: Draws | None, *, filtered: bool) -> Tensor:
@@ -24,15 +25,17 @@ def draw(logits: Tensor, draws: Draws | None, *, filtered: bool) -> Tensor:
     _draw[(n_rows,)](
         logits, ids, d.temperature if d else None, d.top_k if d else None, d.top_p if d else None, d.min_p if d else None,
         d.u if d else None, vocab,
-        BLOCK=block, N_BLOCKS=triton.next_power_of_2(triton.cdiv(vocab, block)), WIDE=logits.dtype == torch.float32,
+        BLOCK=block, R=R,
+        N_GROUPS=triton.next_power_of_2(triton.cdiv(vocab, R * block)), WIDE=logits.dtype == torch.float32,
         GREEDY=d is None, FILTERED=filtered and d is not None, PDL=pdl, num_warps=max(1, block // 512), launch_pdl=pdl,
     )  # fmt: skip
     return ids
 
 
 @triton.jit
-def _logits(logits_ptr, v0, vocab, BLOCK: tl.constexpr):
-    at = v0 + tl.arange(0, BLOCK)
+def _logits(logits_ptr, v0, vocab, BLOCK: tl.constexpr, R: tl.constexpr):
+    """R blocks from token v0 on, [R, BLOCK]: that many bytes in flight hide the way to L2."""
+    at = v0 + tl.arange(0, R)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     return tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf"))
 
 
@@ -48,33 +51,23 @@ def _keys(logit, temperature, WIDE: tl.constexpr):
 @triton.jit
 def _block_sums(
     logits_ptr, vocab, temperature, top, floor, least,
-    BLOCK: tl.constexpr, N_BLOCKS: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, R: tl.constexpr, N_GROUPS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """[N_BLOCKS] fp64: weight of the tokens of each block with key >= least and scaled logit >= floor."""
-    index = tl.arange(0, N_BLOCKS)
-    sums = tl.zeros((N_BLOCKS,), tl.float64)
-    ahead = _logits(logits_ptr, 0, vocab, BLOCK)
-    for i in tl.range(0, tl.cdiv(vocab, BLOCK)):
-        logit = ahead
-        ahead = _logits(logits_ptr, (i + 1) * BLOCK, vocab, BLOCK)
-        x, key = _keys(logit, temperature, WIDE)
-        here = tl.sum(tl.where((key >= least) & (x >= floor), tl.exp(x - top), 0.0), 0)
-        sums = tl.where(index == i, here.to(tl.float64), sums)
-    return sums
+    """[N_GROUPS * R] fp64: weight of the tokens of each block with key >= least and scaled logit >= floor."""
+    index = tl.arange(0, N_GROUPS)[:, None]
+    sums = tl.zeros((N_GROUPS, R), tl.float64)
+    for i in tl.range(0, tl.cdiv(vocab, R * BLOCK)):
+        x, key = _keys(_logits(logits_ptr, i * R * BLOCK, vocab, BLOCK, R), temperature, WIDE)
+        here = tl.sum(tl.where((key >= least) & (x >= floor), tl.exp(x - top), 0.0), 1)
+        sums = tl.where(index == i, here.to(tl.float64)[None, :], sums)
+    return tl.reshape(sums, (N_GROUPS * R,))
 
 
 @triton.jit
 def _threshold(
-    logits_ptr,
-    vocab,
-    temperature,
-    top,
-    floor,
-    wanted,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    logits_ptr, vocab, temperature, top, floor, wanted,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """The largest key at or above which the tokens weigh (or with COUNT number) at least ``wanted``; two bits a pass over the row.
 
     Every lane keeps three sums of its own (in fp32, of few terms), so that a pass reduces only once, in fp64.
@@ -85,18 +78,16 @@ def _threshold(
         a = tl.zeros((BLOCK,), tl.float32)
         b = tl.zeros((BLOCK,), tl.float32)
         c = tl.zeros((BLOCK,), tl.float32)
-        ahead = _logits(logits_ptr, 0, vocab, BLOCK)
-        for v0 in tl.range(0, vocab, BLOCK):
-            logit = ahead
-            ahead = _logits(logits_ptr, v0 + BLOCK, vocab, BLOCK)
-            x, key = _keys(logit, temperature, WIDE)
+        for v0 in tl.range(0, vocab, R * BLOCK):
+            x, key = _keys(_logits(logits_ptr, v0, vocab, BLOCK, R), temperature, WIDE)
             if COUNT:
-                w = (v0 + tl.arange(0, BLOCK) < vocab).to(tl.float32)
+                # what lies past the vocabulary is -inf, the smallest key but that of a NaN
+                w = (x > float("-inf")).to(tl.float32)
             else:
                 w = tl.where(x >= floor, tl.exp(x - top), 0.0)
-            a += tl.where(key >= least + step, w, 0.0)
-            b += tl.where(key >= least + 2 * step, w, 0.0)
-            c += tl.where(key >= least + 3 * step, w, 0.0)
+            a += tl.sum(tl.where(key >= least + step, w, 0.0), 0)
+            b += tl.sum(tl.where(key >= least + 2 * step, w, 0.0), 0)
+            c += tl.sum(tl.where(key >= least + 3 * step, w, 0.0), 0)
         more = (tl.sum(a.to(tl.float64), 0) >= wanted).to(tl.uint32)
         more += (tl.sum(b.to(tl.float64), 0) >= wanted).to(tl.uint32)
         more += (tl.sum(c.to(tl.float64), 0) >= wanted).to(tl.uint32)
@@ -107,7 +98,7 @@ def _threshold(
 @triton.jit(do_not_specialize=["vocab"])
 def _draw(
     logits_ptr, ids_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, u_ptr, vocab,
-    BLOCK: tl.constexpr, N_BLOCKS: tl.constexpr, WIDE: tl.constexpr, GREEDY: tl.constexpr, FILTERED: tl.constexpr,
+    BLOCK: tl.constexpr, R: tl.constexpr, N_GROUPS: tl.constexpr, WIDE: tl.constexpr, GREEDY: tl.constexpr, FILTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
@@ -118,13 +109,13 @@ def _draw(
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_at = lane
     broken = tl.zeros((BLOCK,), tl.int32)
-    ahead = _logits(logits_ptr, 0, vocab, BLOCK)
-    for v0 in tl.range(0, vocab, BLOCK):
-        x = ahead.to(tl.float32)
-        ahead = _logits(logits_ptr, v0 + BLOCK, vocab, BLOCK)
-        broken |= (x != x).to(tl.int32)
-        best_at = tl.where(x > best, v0 + lane, best_at)
-        best = tl.maximum(best, x)
+    for v0 in tl.range(0, vocab, R * BLOCK):
+        x = _logits(logits_ptr, v0, vocab, BLOCK, R).to(tl.float32)
+        broken |= tl.max((x != x).to(tl.int32), 0)
+        here = tl.max(x, 0)
+        at = v0 + tl.min(tl.where(x == here[None, :], tl.arange(0, R)[:, None], R), 0) * BLOCK + lane
+        best_at = tl.where(here > best, at, best_at)
+        best = tl.maximum(best, here)
     top = tl.max(best, 0)
     chosen = tl.min(tl.where(best == top, best_at, 2147483647), 0)
     bad = (tl.max(broken, 0) > 0) | (tl.abs(top) == float("inf"))
@@ -143,26 +134,32 @@ def _draw(
                 floor = top + tl.log(min_p)
                 if (top_k > 0) & (top_k < vocab):
                     wanted = top_k.to(tl.float64)
-                    least = _threshold(logits_ptr, vocab, temperature, top, floor, wanted, True, BLOCK, WIDE)
+                    least = _threshold(
+                        logits_ptr, vocab, temperature, top, floor, wanted, True, BLOCK, R, WIDE
+                    )
                 if top_p < 1.0:
                     # the tokens that top_k left weigh ``left``; those at or above a higher key are among them
                     left = tl.sum(
-                        _block_sums(logits_ptr, vocab, temperature, top, floor, least, BLOCK, N_BLOCKS, WIDE),
+                        _block_sums(
+                            logits_ptr, vocab, temperature, top, floor, least, BLOCK, R, N_GROUPS, WIDE
+                        ),
                         0,
                     )
                     nucleus = _threshold(
-                        logits_ptr, vocab, temperature, top, floor, left * top_p, False, BLOCK, WIDE
+                        logits_ptr, vocab, temperature, top, floor, left * top_p, False, BLOCK, R, WIDE
                     )
                     least = tl.maximum(least, nucleus)
-            sums = _block_sums(logits_ptr, vocab, temperature, top, floor, least, BLOCK, N_BLOCKS, WIDE)
+            sums = _block_sums(logits_ptr, vocab, temperature, top, floor, least, BLOCK, R, N_GROUPS, WIDE)
             target = tl.sum(sums, 0) * tl.load(u_ptr + row).to(tl.float64)
             # the first block in which the sum passes the target; a sum and a scan may round apart, so blocks without weight are skipped
             ends = tl.cumsum(sums, 0)
-            index = tl.arange(0, N_BLOCKS)
-            here = tl.min(tl.where((ends > target) & (sums > 0), index, N_BLOCKS), 0)
+            index = tl.arange(0, N_GROUPS * R)
+            here = tl.min(tl.where((ends > target) & (sums > 0), index, N_GROUPS * R), 0)
             here = tl.minimum(here, tl.max(tl.where(sums > 0, index, 0), 0))
             before = tl.sum(tl.where(index < here, sums, 0.0), 0)
-            x, key = _keys(_logits(logits_ptr, here * BLOCK, vocab, BLOCK), temperature, WIDE)
+            x, key = _keys(
+                tl.reshape(_logits(logits_ptr, here * BLOCK, vocab, BLOCK, 1), (BLOCK,)), temperature, WIDE
+            )
             w = tl.where((key >= least) & (x >= floor), tl.exp(x - top), 0.0).to(tl.float64)
             passed = before + tl.cumsum(w, 0) > target
             drawn = tl.min(tl.where(passed & (w > 0), lane, BLOCK), 0)
