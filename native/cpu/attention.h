@@ -1,9 +1,9 @@
 // attention: softmax(q k^T scale) v over pages, for decode rows and prefill chunks alike.
 //
 // What fixes the bits of a query's result, and nothing else may: keys go in tiles of KEY_TILE counted from position 0; a tile updates
-// a running (maximum, sum, accumulator) as in arXiv:2205.14135; SPLIT_TILES tiles make a split, which starts afresh, and the
-// splits of a query are merged one after another in order. A tile or split that a query cannot see changes nothing (factor 1, terms
-// 0), so which queries share a block, how keys are divided among threads, and how a prompt was cut have no influence.
+// a running (maximum, sum, accumulator) as in arXiv:2205.14135; SPLIT_TILES tiles make a split, which starts afresh, and the splits
+// of a query are merged one after another in order. A tile or split that a query cannot see changes nothing (factor 1, terms 0), so
+// which queries share a block, how keys are divided among threads, and how a prompt was cut have no influence.
 #pragma once
 
 // Weights of the second product: fp32, or rounded to bf16 where that product takes pairs.
@@ -78,8 +78,10 @@ static void tile_update(const Workspace &w, const Shape<T> &s, const TileRows<T>
     int n = rows - r < step ? rows - r : step;
     Sight sight[MOST_ROWS];
     int from = KEY_TILE, to = 0, whole = 0;
-    for (int i = 0; i < n; i++) {
-      sight[i] = sight_of(first_position + (r + i) / s.group, tile_key, window);
+    int64_t position = first_position + r / s.group;
+    for (int i = 0, head = r % s.group; i < n; i++) {
+      sight[i] = sight_of(position, tile_key, window);
+      if (++head == s.group) head = 0, position++;
       from = sight[i].from < from ? sight[i].from : from;
       to = sight[i].to > to ? sight[i].to : to;
       whole += sight[i].from == 0 && sight[i].to == KEY_TILE;
@@ -117,7 +119,7 @@ static inline int64_t first_key_of(const QueryBlock &b, int64_t window) {
 static inline int64_t end_key_of(const QueryBlock &b) { return b.first_position + b.tokens; }
 
 // One split of one block for heads h0 .. h1 - 1 into w.state. While a tile is worked on the next one is fetched: of this split; with
-// `further`, also of the next split of the block, and after the last one of the block `after` (or nullptr).
+// `further` also of the next split of the block, and after its last one of the block `after` (or nullptr).
 template <class T>
 static void split_update(const AttentionArgs &a, const Shape<T> &s, const QueryBlock &b, int h0, int h1, int64_t split,
                          float scale, const Workspace &w, bool further, const QueryBlock *after) {
@@ -133,9 +135,14 @@ static void split_update(const AttentionArgs &a, const Shape<T> &s, const QueryB
   tile_rows(a.kv, tables + b.row * a.rows.table_stride, begin, all, &tiles[0]);
   for (int64_t key = begin; key < end; key += KEY_TILE, now ^= 1) {
     TileRows<T> *next = &tiles[now ^ 1];
-    if (key + KEY_TILE < fetch_end) tile_rows(a.kv, tables + b.row * a.rows.table_stride, key + KEY_TILE, all, next);
-    else if (after) tile_rows(a.kv, tables + after->row * a.rows.table_stride, first_key_of(*after, a.window), end_key_of(*after), next);
-    else next = &tiles[now];
+    if (key + KEY_TILE < fetch_end) {
+      tile_rows(a.kv, tables + b.row * a.rows.table_stride, key + KEY_TILE, all, next);
+    } else if (after) {
+      const int32_t *table = tables + after->row * a.rows.table_stride;
+      tile_rows(a.kv, table, first_key_of(*after, a.window), end_key_of(*after), next);
+    } else {
+      next = &tiles[now];
+    }
     for (int h = h0; h < h1; h++)
       tile_update(w, s, tiles[now], *next, h * a.kv.head_stride, (h - h0) * rows, b.tokens, b.first_position, key, a.window, scale);
   }

@@ -85,7 +85,8 @@ static void small_product(const SmallArgs &p) {
   const char *a = p.a, *b = p.b;
   int64_t a_bytes = p.a_bytes, b_bytes = p.b_bytes;
   for (int64_t s = 0; s < p.steps; s++) {
-    S::template step<MR, NV>(acc, [a, a_bytes](int, int i) { return a + i * a_bytes; }, [b](int j) { return S::load_b(b + j * W * 4); });
+    S::template step<MR, NV>(
+        acc, [a, a_bytes](int, int i) { return a + i * a_bytes; }, [b](int j) { return S::load_b(b + j * W * 4); });
     a += 4;
     b += b_bytes;
   }
@@ -106,8 +107,9 @@ static inline SmallFn pick_small(int rows, int vectors) {
   return nullptr;
 }
 
+// By reference: copying a struct that was written word by word stalls.
 template <class S>
-static void product(int rows, int vectors, SmallArgs p) {
+static void product(int rows, int vectors, SmallArgs &p) {
   for (int v = 0; v < vectors; v += ATTN_VECTORS) {
     pick_small<S, ATTN_ROWS, ATTN_VECTORS>(rows, vectors - v < ATTN_VECTORS ? vectors - v : int(ATTN_VECTORS))(p);
     p.b += ATTN_VECTORS * W * 4;
@@ -126,8 +128,8 @@ template <class T>
 static void packed_values(int rows, const char *weights, const float *values, const Shape<T> &s, int vectors, const float *factor,
                           float *acc) {
   int64_t steps = int64_t(vectors) * W / Shape<T>::PER_ELEMENT;
-  SmallArgs p = {weights, reinterpret_cast<const char *>(values), KEY_TILE * Shape<T>::WEIGHT_BYTES, s.dim_v * 4, steps, factor, acc,
-                 s.dim_v};
+  const char *b = reinterpret_cast<const char *>(values);
+  SmallArgs p = {weights, b, KEY_TILE * Shape<T>::WEIGHT_BYTES, s.dim_v * 4, steps, factor, acc, s.dim_v};
   product<typename Shape<T>::S>(rows, s.dim_v / W, p);
 }
 

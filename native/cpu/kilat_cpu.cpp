@@ -227,10 +227,4 @@ int kilat_attention(kilat_cpu *cpu, int dtype, const void *q, const kilat_heads 
   return cpu->context.table->attention[dtype](&cpu->context, &args);
 }
 
-void kilat_copy_pages(kilat_cpu *cpu, void *pool, int64_t page_bytes, const int64_t *pairs, int64_t n) {
-  Hold hold(cpu);
-  char *base = static_cast<char *>(pool);
-  for (int64_t i = 0; i < n; i++) memcpy(base + pairs[2 * i + 1] * page_bytes, base + pairs[2 * i] * page_bytes, size_t(page_bytes));
-}
-
 }  // extern "C"

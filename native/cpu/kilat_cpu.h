@@ -69,8 +69,8 @@ KILAT_API kilat_linear *kilat_linear_pack(kilat_cpu *cpu, int dtype, const void 
 KILAT_API void kilat_linear_free(kilat_linear *w);
 KILAT_API int64_t kilat_linear_bytes(const kilat_linear *w);
 
-/* out [rows, n] contiguous = x [rows, k] (row stride `stride`) times weight^T plus bias; fp32 sums, one rounding at the end. Returns 0,
- * or -1 when memory for packing rows is exhausted (out is then undefined). */
+/* out [rows, n] contiguous = x [rows, k] (row stride `stride`) times weight^T plus bias; fp32 sums, one rounding at the end.
+ * Returns 0, or -1 when memory for packing rows is exhausted (out is then undefined). */
 KILAT_API int kilat_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x, int64_t stride, int64_t rows, void *out);
 
 /* Whether kilat_gated_linear_run takes this weight: n a multiple of 64, no bias. */
@@ -99,9 +99,9 @@ typedef struct kilat_heads {
 /* qkv [tokens, (n_q + 2 n_kv) dim] (row stride `stride`) -> q [tokens, n_q, dim] contiguous, and K, V into kv at slots[t] =
  * page * page_tokens + offset. cos_sin [max positions, rotary] fp32 contiguous: cosines, then sines. positions, slots [tokens]
  * int32. norm_q, norm_k [dim] or both NULL. */
-KILAT_API void kilat_rope_write(kilat_cpu *cpu, int dtype, const void *qkv, int64_t stride, int64_t tokens, const kilat_heads *heads,
-                      const float *cos_sin, const int32_t *positions, const int32_t *slots, const kilat_kv *kv,
-                      const void *norm_q, const void *norm_k, double eps, void *q);
+KILAT_API void kilat_rope_write(kilat_cpu *cpu, int dtype, const void *qkv, int64_t stride, int64_t tokens,
+                                const kilat_heads *heads, const float *cos_sin, const int32_t *positions, const int32_t *slots,
+                                const kilat_kv *kv, const void *norm_q, const void *norm_k, double eps, void *q);
 
 /* The rows of a step. All int32: row_start [rows + 1], kv_len [rows], page_table [rows, table_stride]. */
 typedef struct kilat_rows {
@@ -114,9 +114,6 @@ typedef struct kilat_rows {
  * results is exhausted (out is then undefined). */
 KILAT_API int kilat_attention(kilat_cpu *cpu, int dtype, const void *q, const kilat_heads *heads, const kilat_kv *kv,
                     const kilat_rows *rows, double scale, int64_t window, void *out);
-
-/* Copy whole pages inside a pool of pages of page_bytes: pairs [n, 2] int64 (from, to). A page may not be both. */
-KILAT_API void kilat_copy_pages(kilat_cpu *cpu, void *pool, int64_t page_bytes, const int64_t *pairs, int64_t n);
 
 #ifdef __cplusplus
 }

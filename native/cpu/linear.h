@@ -87,8 +87,8 @@ static void linear_unit(void *raw, int unit, int worker) {
   }
 }
 
-// As linear_unit for a weight whose first half of columns are gates and second half ups: a panel of each goes into a buffer, rounded
-// as linear rounds it, and silu_mul of them into out, so that the bits are those of the two ops one after the other.
+// As linear_unit for a weight whose first half of columns are gates and second half ups: a panel of each goes into a buffer,
+// rounded as linear rounds it, and silu_mul of them into out, so that the bits are those of the two ops one after the other.
 template <class T>
 static void gated_unit(void *raw, int unit, int worker) {
   typedef typename SchemeOf<T>::Linear S;

@@ -1,7 +1,7 @@
 // The register tiles of linear, and the packing of rows of x that feeds them.
 //
-// Tiles are tall (many rows, few columns) or, for up to WIDE_ROWS rows, wide: more columns give the chains that hide latency, and the
-// weights stream from memory.
+// Tiles are tall (many rows, few columns) or, for up to WIDE_ROWS rows, wide: more columns give the chains that hide latency, and
+// the weights stream from memory.
 #pragma once
 
 struct TileArgs {

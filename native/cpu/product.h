@@ -2,7 +2,7 @@
 // the order of k. Spilling an accumulator to memory and loading it again keeps its bits, so tiles may be cut anywhere.
 #pragma once
 
-// A step takes one element of A per row and part (a(part, row) is its address) and a vector of B per column vector (b(j) is the vector).
+// A step takes one element of A per row and part (a(part, row) is its address) and one vector of B per column vector (b(j) is it).
 // One element of A is 4 bytes in every scheme: an fp32 value, or a pair of bf16.
 struct Fp32Scheme {  // A fp32, B fp32
   enum { PARTS = 1 };

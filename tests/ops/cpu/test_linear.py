@@ -29,7 +29,7 @@ def test_linear_agrees_with_product_in_double_precision(kernels, dtype, n, k, wi
         assert not differences(got, exact[:rows], seed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     n=st.integers(1, 200),
     k=st.integers(1, 200),

@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 EPS = 1e-5
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(rows=st.integers(1, 40), h=st.integers(1, 700), seed=st.integers(0, 2**20))
 def test_norms_agree_with_reference_and_rows_are_alone(kernels, lone, rows, h, seed):
     for dtype in DTYPES:
@@ -47,7 +47,7 @@ def test_residual_is_updated_in_place(kernels, dtype):
     assert kept.data_ptr() == residual.data_ptr() and torch.equal(residual, expected)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     rows=st.integers(1, 40),
     n=st.integers(1, 700),

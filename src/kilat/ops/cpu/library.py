@@ -60,7 +60,6 @@ _SIGNATURES = {
     "kilat_silu_mul": (None, [_P, _I, _P, _L, _L, _L, _P]),
     "kilat_rope_write": (None, [_P, _I, _P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _D, _P]),
     "kilat_attention": (_I, [_P, _I, _P, _P, _P, _P, _D, _L, _P]),
-    "kilat_copy_pages": (None, [_P, _P, _L, _P, _L]),
 }
 
 
