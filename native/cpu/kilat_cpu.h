@@ -110,8 +110,8 @@ typedef struct kilat_rows {
 } kilat_rows;
 
 /* q [tokens, n_q, dim] contiguous -> out [tokens, n_q * dim] contiguous. The last token of row b sees keys 0 .. kv_len[b] - 1, the
- * one before it one key less, and so on; with window > 0 only the last `window` of them. Returns 0, or -1 when memory for partial
- * results is exhausted (out is then undefined). */
+ * one before it one key less, and so on; with window > 0 only the last `window` of them. scale > 0. Returns 0, or -1 when memory
+ * for partial results is exhausted (out is then undefined). */
 KILAT_API int kilat_attention(kilat_cpu *cpu, int dtype, const void *q, const kilat_heads *heads, const kilat_kv *kv,
                     const kilat_rows *rows, double scale, int64_t window, void *out);
 
