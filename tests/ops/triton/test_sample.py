@@ -37,9 +37,9 @@ def logits_of(n, vocab, dtype):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("vocab", [11, 300, 9000])
+@pytest.mark.parametrize("vocab", [11, 300, 20_000])
 def test_draws_equal_the_reference(device, half, vocab, wide):
-    n = 48 if vocab < 9000 else 12
+    n = 48 if device.type == "cuda" else 12 if vocab < 1000 else 6
     logits = logits_of(n, vocab, torch.float32 if wide else half).to(device)
     kinds = [KINDS[i % len(KINDS)] for i in range(n)]
     draws = draws_of(kinds, 3, device)
@@ -47,7 +47,7 @@ def test_draws_equal_the_reference(device, half, vocab, wide):
     expected = reference.draw(logits, draws, filtered=True)
     assert ids.dtype == torch.int32
     # sums of different order: a draw may land on the neighbour once in a great while
-    assert (ids != expected).sum() <= n // 40
+    assert (ids != expected).sum() <= 1
     assert torch.equal(ids[:: len(KINDS)], expected[:: len(KINDS)])
 
 

@@ -15,8 +15,7 @@ MOST_ROWS_TIMES_HEADS = 1 << 18
 
 
 class Attention:
-    """Contract: ops/attention.py. One call at a time: it owns the counters by which the last cut of a row knows that it is the last
-    (exact only).
+    """Contract: ops/attention.py. One call at a time: it owns the counters by which who finishes a head last knows that it is the last.
 
     ``exact``: batch- and chunk-invariant. Both kernels then cut the keys of a row at the same positions (multiples of EXACT_CUT), merge the
     cuts in order, and use the same tile and matrix instruction, so that a token's result has the same bits in a chunk of any size and in a
@@ -34,10 +33,7 @@ class Attention:
         call = Call(q, kv, torch.empty_like(q), batch, scale, window, few, self.exact)
         assert len(batch.kv_len) * kv.shape[3] <= MOST_ROWS_TIMES_HEADS
         if q.shape[0] > 0:
-            if self.exact:
-                decode_rows_exact(call, self.done)
-            else:
-                decode_rows(call)
+            (decode_rows_exact if self.exact else decode_rows)(call, self.done)
             if batch.max_q_len > few:
                 (block_rows if can_take(call) else prefill_rows)(call)
         return call.out.view(q.shape[0], -1)

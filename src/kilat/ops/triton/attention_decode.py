@@ -1,8 +1,8 @@
 """Attention of rows with few tokens: all tiles of keys of all rows and heads in one line, cut into equal shares, one per program.
 
 A share is at most the end of one head's keys, some whole heads, and the beginning of another's. What a program computes of a head that it
-shares with others goes to a workspace, and a second kernel merges these parts. Every program counts the tiles of all rows from kv_len, so
-nothing depends on host-known lengths and the work is even however different the rows are.
+shares with others goes to a workspace, from which the parts are merged. Every program counts the tiles of all rows from kv_len, so nothing
+depends on host-known lengths and the work is even however different the rows are.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,13 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kilat.ops.triton.attention_tiles import LOG2E, Call, attend, pages
+from kilat.ops.triton.attention_tiles import LOG2E, Call, attend, load_part, merge, pages
 from kilat.ops.triton.launch import can_overlap, let_next_start, prefetch_l2, sm_count, wait_for_previous
+
+MERGE_APART_ROWS = 8
+"""Up to this many rows a head has many parts and a second kernel merges them; with more it has two or three, and who finishes last does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +33,16 @@ class Tuning:
 
 
 def tuning(n_rows: int) -> Tuning:
-    """Measured on H200."""
-    return Tuning(64, 3, 4, 3, 1 if n_rows <= 2 else 2, 64) if n_rows <= 32 else Tuning(64, 3, 4, 3, 4, 64)
+    """Measured on H200 at contexts of 512 to 800 tokens."""
+    if n_rows <= 2:
+        return Tuning(64, 3, 4, 3, 1, 64)
+    if n_rows <= MERGE_APART_ROWS:
+        return Tuning(32, 5, 4, 3, 4, 64)
+    return Tuning(64, 3, 4, 3, 4, 64)
 
 
-def decode_rows(call: Call) -> None:
-    """Writes ``call.out`` for every token of rows with 1 .. call.few tokens."""
+def decode_rows(call: Call, done: Tensor) -> None:
+    """Writes ``call.out`` for every token of rows with 1 .. call.few tokens. ``done`` int32 [>= B * Hkv] is zero before and after."""
     batch, kv, dim = call.batch, call.kv, call.q.shape[2]
     n_rows = batch.kv_len.shape[0]
     t = tuning(n_rows)
@@ -44,18 +52,21 @@ def decode_rows(call: Call) -> None:
     part = torch.empty(n_programs * 2, width, dim, dtype=torch.float32, device=call.q.device)
     weight = torch.empty(n_programs * 2, width, 2, dtype=torch.float32, device=call.q.device)
     rows, d_pad, pdl = max(16, triton.next_power_of_2(n_rows)), triton.next_power_of_2(dim), can_overlap()
+    merge_apart = n_rows <= MERGE_APART_ROWS
     _shares[(n_programs,)](
-        call.q, kv, call.out, part, weight, batch.row_start, batch.kv_len, batch.page_table,
+        call.q, kv, call.out, part, weight, done, batch.row_start, batch.kv_len, batch.page_table,
         n_rows, batch.page_table.shape[1], kv.stride(0), kv.stride(1), call.scale * LOG2E,
         PAGE=batch.page_tokens, TOKEN_STRIDE=kv.stride(2), HEAD_STRIDE=kv.stride(3), LEAST=t.least, ROWS=rows, FEW=call.few,
         WINDOW=call.window, HKV=call.n_kv, G=call.group, G_PAD=call.group_pad, D=dim, D_PAD=d_pad, M=max(16, call.group_pad),
-        TILE=t.tile, STAGES=t.stages, AHEAD=t.ahead if pdl else 0, PDL=pdl, num_warps=t.warps, launch_pdl=pdl,
+        TILE=t.tile, STAGES=t.stages, AHEAD=t.ahead if pdl else 0, MERGE=not merge_apart, PDL=pdl, num_warps=t.warps,
+        launch_pdl=pdl,
     )  # fmt: skip
-    _merge[(n_rows, call.n_kv)](
-        call.out, part, weight, batch.row_start, batch.kv_len, n_rows, n_programs,
-        LEAST=t.least, ROWS=rows, FEW=call.few, WINDOW=call.window, HKV=call.n_kv, G=call.group, D=dim, D_PAD=d_pad,
-        WIDTH=width, W=triton.next_power_of_2(width), TILE=t.tile, PDL=pdl, num_warps=4, launch_pdl=pdl,
-    )  # fmt: skip
+    if merge_apart:
+        _merge[(n_rows, call.n_kv)](
+            call.out, part, weight, batch.row_start, batch.kv_len, n_rows, n_programs,
+            LEAST=t.least, ROWS=rows, FEW=call.few, WINDOW=call.window, HKV=call.n_kv, G=call.group, D=dim, D_PAD=d_pad,
+            WIDTH=width, W=triton.next_power_of_2(width), TILE=t.tile, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -98,12 +109,12 @@ def _line(
 
 @triton.jit(do_not_specialize=["n_rows", "table_width"])
 def _shares(
-    q_ptr, kv_ptr, out_ptr, part_ptr, weight_ptr, row_start_ptr, kv_len_ptr, table_ptr,
+    q_ptr, kv_ptr, out_ptr, part_ptr, weight_ptr, done_ptr, row_start_ptr, kv_len_ptr, table_ptr,
     n_rows, table_width, page_stride, kv_stride, scale,
     PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, LEAST: tl.constexpr,
     ROWS: tl.constexpr, FEW: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr,
     G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     tiles_of, end_of, line, share = _line(
@@ -145,21 +156,38 @@ def _shares(
         q_at = ((start + query) * (HKV * G) + head * G + g).to(tl.int64) * D
         first = (low + at - origin) * TILE
         table = table_ptr + row.to(tl.int64) * table_width
-        page = pages(table, first, kv_len, PAGE, TILE)
+        end = tl.minimum(first + count * TILE, kv_len)
         q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=inside, other=0.0)
         acc, top, total = attend(
             tl.zeros((M, D_PAD), tl.float32), tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32),
-            q, kv_len - n + query, page, first, tl.minimum(first + count * TILE, kv_len), table,
+            q, kv_len - n + query, pages(table, first, end, PAGE, TILE), first, end, table,
             kv_ptr + head * HEAD_STRIDE, page_stride, kv_stride, scale,
             PAGE, TOKEN_STRIDE, D, D_PAD, TILE, WINDOW, True, STAGES,
         )  # fmt: skip
-        if origin // share == (origin + tiles - 1) // share:
-            tl.store(out_ptr + q_at[:, None] + d[None, :], (acc / total[:, None]).to(q.dtype), mask=inside)
-        else:
-            place = (pid * 2 + (at > pid * share).to(tl.int32)) * (FEW * G) + query * G + g
+        first_program, last_program = origin // share, (origin + tiles - 1) // share
+        whole = first_program == last_program
+        if first_program < last_program:
+            line_of = query * G + g
+            place = (pid * 2 + (at > pid * share).to(tl.int32)) * (FEW * G) + line_of
             tl.store(part_ptr + place[:, None] * D + d[None, :], acc, mask=inside)
             tl.store(weight_ptr + place * 2, top, mask=real)
             tl.store(weight_ptr + place * 2 + 1, total, mask=real)
+            if MERGE:
+                tl.debug_barrier()
+                finished = tl.atomic_add(done_ptr + row * HKV + head, 1, sem="acq_rel", scope="gpu")
+                whole = finished == last_program - first_program
+                if whole:
+                    tl.store(done_ptr + row * HKV + head, 0)
+                    # the first part lies at its program's end, unless that program begins with the head
+                    odd = (origin > first_program * share).to(tl.int32)
+                    place = (first_program * 2 + odd) * (FEW * G) + line_of
+                    acc, top, total = load_part(part_ptr, weight_ptr, place, real, inside, d, D)
+                    for p in tl.range(first_program + 1, last_program + 1):
+                        place = p * 2 * (FEW * G) + line_of
+                        p_acc, p_top, p_total = load_part(part_ptr, weight_ptr, place, real, inside, d, D)
+                        acc, top, total = merge(acc, top, total, p_acc, p_top, p_total)
+        if whole:
+            tl.store(out_ptr + q_at[:, None] + d[None, :], (acc / total[:, None]).to(q.dtype), mask=inside)
         at += count
 
 
