@@ -42,8 +42,9 @@ def drain(engine: Engine) -> int:
 
 def decode_steps(engine: Engine, rows: int, context: int, n_steps: int) -> dict:
     """Median time between the news of consecutive steps in which exactly ``rows`` sessions decode at about ``context``."""
-    for i in range(rows):
-        submit(engine, f"d{rows}-{i}-{time.time()}", context, n_steps + 60 + i % 3)
+    names = [f"d{rows}-{i}-{time.time()}" for i in range(rows)]
+    for name in names:
+        submit(engine, name, context, 4000)
     speaking: set[str] = set()
     while len(speaking) < rows:
         speaking |= {e.session_id for e in engine.step()}
@@ -57,6 +58,7 @@ def decode_steps(engine: Engine, rows: int, context: int, n_steps: int) -> dict:
             now = time.perf_counter()
             times.append(now - before)
             before = now
+    engine.abort(names)
     drain(engine)
     times.sort()
     return {
@@ -126,6 +128,7 @@ def main() -> None:
     ap.add_argument("--quick", action="store_true")
     ap.add_argument("--deterministic", action="store_true")
     ap.add_argument("--step-tokens", type=int, default=8192)
+    ap.add_argument("--target-step-s", type=float, default=60.0, help="0.02 for the interference case")
     ap.add_argument("--out", default="")
     a = ap.parse_args()
     begin = time.perf_counter()
@@ -141,6 +144,7 @@ def main() -> None:
             deterministic=a.deterministic,
             max_waiting=100_000,
             prefix_cache=False,
+            target_step_s=a.target_step_s,
         )
     )
     out: dict = {

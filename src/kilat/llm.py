@@ -60,6 +60,9 @@ class LLM:
         self.tokenizer = Tokenizer.from_files(files)
         self.template = load_template(files, self.tokenizer)
         options.setdefault("max_waiting", 1_000_000)
+        options.setdefault(
+            "target_step_s", 60.0
+        )  # nobody watches a stream here: the largest steps are the fastest
         config = EngineConfig(
             model_path=str(files.path), model_kind=files.kind, model_id=files.name, **options
         )

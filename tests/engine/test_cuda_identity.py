@@ -47,7 +47,9 @@ def jobs():
 def alone(model):
     result = {}
     for job in jobs():
-        result |= run(engine_of(model, cache=False, step_tokens=256), [job])
+        engine = engine_of(model, cache=False, step_tokens=256)
+        result |= run(engine, [job])
+        engine.close()
     return result
 
 

@@ -115,6 +115,7 @@ class DeviceRunner:
     def close(self) -> None:
         if self.kv.device.type == "cuda":
             torch.cuda.synchronize()
+        self.graphs.close()
 
     # -- steps in which every row decodes -------------------------------------------------------------------------------------------
 

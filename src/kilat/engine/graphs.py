@@ -5,6 +5,7 @@ replayed, the sampled ids stay on the device for the next step. Shapes are bucke
 it is met for the second time, so the first answers come before any capture.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -116,13 +117,27 @@ class DecodeGraphs:
             draws = Draws(f["temperature"], f["top_k"], f["top_p"], f["min_p"], f["u"])
         return self.step(batch, f["row_slot"], draws, shape.mode == "filtered")
 
+    def close(self) -> None:
+        """Give back the graphs and their memory."""
+        self.captured.clear()
+
     def _capture(self, shape: Shape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Capture on a stream of its own; the buffers hold a step's inputs, which the capture does not touch."""
+        """Capture on a stream of its own; the buffers hold a step's inputs, which the capture does not touch.
+
+        TRAP: a graph that the garbage collector frees during a capture breaks that capture, so the collector waits.
+        """
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = self._compute(shape)
-        self.n_bytes += torch.cuda.memory_reserved() - before
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = self._compute(shape)
+        finally:
+            if collecting:
+                gc.enable()
+        # the caching allocator may give memory back meanwhile: then the graph is said to cost nothing, not less
+        self.n_bytes += max(0, torch.cuda.memory_reserved() - before)
         self.captured[shape] = (graph, out)
         return self.captured[shape]
 
