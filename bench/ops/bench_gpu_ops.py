@@ -157,7 +157,7 @@ def block_fp8() -> dict:
     for name, (n_out, n_in) in (("llama gate_up", (28672, 4096)), ("llama down", (4096, 14336))):
         weights = [random(n_out, n_in).to(torch.float8_e4m3fn) for _ in range(2)]
         scale_b = (torch.rand(n_out // 128, -(-n_in // 128 // 4) * 4, device=DEVICE) + 0.5).t()
-        for rows in (1, 16, 64, 256, 8192):
+        for rows in (16, 64, 256, 8192):  # one row is not supported
             x = random(rows, n_in).to(torch.float8_e4m3fn)
             scale_a = (torch.rand(n_in // 128, rows, device=DEVICE) + 0.5).t()
 

@@ -95,7 +95,7 @@ def _threshold(
     return least
 
 
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit
 def _draw(
     logits_ptr, ids_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, u_ptr, vocab,
     BLOCK: tl.constexpr, R: tl.constexpr, N_GROUPS: tl.constexpr, WIDE: tl.constexpr, GREEDY: tl.constexpr, FILTERED: tl.constexpr,
