@@ -122,7 +122,7 @@ def interference(engine: Engine, rows: int, n_prompt: int) -> dict:
     return {"rows": rows, "prompt": n_prompt, "longest_gap_ms": max(gaps) * 1e3, "ttft_ms": ttft * 1e3}
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     ap = argparse.ArgumentParser()
     ap.add_argument("shape")
     ap.add_argument("--quick", action="store_true")
@@ -130,7 +130,11 @@ def main() -> None:
     ap.add_argument("--step-tokens", type=int, default=8192)
     ap.add_argument("--target-step-s", type=float, default=60.0, help="0.02 for the interference case")
     ap.add_argument("--out", default="")
-    a = ap.parse_args()
+    return ap.parse_args()
+
+
+def main() -> None:
+    a = arguments()
     begin = time.perf_counter()
     engine = build_engine(
         EngineConfig(

@@ -84,6 +84,7 @@ struct Table {
   int (*linear)(Context *, const Linear *, bool gated, const void *x, int64_t stride, int64_t rows, void *out);
   void (*norm[2])(Context *, const NormArgs *);
   void (*silu_mul[2])(Context *, const void *x, int64_t stride, int64_t rows, int64_t n, void *out);
+  void (*greedy[2])(Context *, const void *x, int64_t stride, int64_t rows, int64_t n, int64_t *ids, float *top);
   void (*rope_write[2])(Context *, const RopeArgs *);
   int (*attention[2])(Context *, const AttentionArgs *);
 };

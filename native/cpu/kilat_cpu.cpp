@@ -212,6 +212,11 @@ void kilat_silu_mul(kilat_cpu *cpu, int dtype, const void *gate_up, int64_t stri
   cpu->context.table->silu_mul[dtype](&cpu->context, gate_up, stride, rows, n, out);
 }
 
+void kilat_greedy(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, int64_t rows, int64_t n, int64_t *ids, float *top) {
+  Hold hold(cpu);
+  cpu->context.table->greedy[dtype](&cpu->context, x, stride, rows, n, ids, top);
+}
+
 void kilat_rope_write(kilat_cpu *cpu, int dtype, const void *qkv, int64_t stride, int64_t tokens, const kilat_heads *heads,
                       const float *cos_sin, const int32_t *positions, const int32_t *slots, const kilat_kv *kv,
                       const void *norm_q, const void *norm_k, double eps, void *q) {

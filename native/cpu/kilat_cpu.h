@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define KILAT_CPU_ABI 1
+#define KILAT_CPU_ABI 2
 
 #if defined(__GNUC__)
 #define KILAT_API __attribute__((visibility("default")))
@@ -90,6 +90,10 @@ KILAT_API void kilat_add_rms_norm(kilat_cpu *cpu, int dtype, const void *x, int6
 
 /* gate_up [rows, 2 n] (row stride `stride`) -> out [rows, n] contiguous = round(silu(gate)) * up. */
 KILAT_API void kilat_silu_mul(kilat_cpu *cpu, int dtype, const void *gate_up, int64_t stride, int64_t rows, int64_t n, void *out);
+
+/* x [rows, n] (row stride `stride`, n >= 1) -> ids [rows], the lowest index of each row's largest value, and top [rows], that value; NaN
+ * for a row that holds one. */
+KILAT_API void kilat_greedy(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, int64_t rows, int64_t n, int64_t *ids, float *top);
 
 /* Heads of a layer: q heads, kv heads, elements of a head (<= KILAT_MAX_HEAD_DIM), rotated elements (even, <= dim). */
 typedef struct kilat_heads {

@@ -82,10 +82,10 @@ def sample_row(logits: Tensor, f: Filter) -> int:
     if 0 < f.top_k < x.numel():
         threshold = max(threshold, float(torch.topk(x, f.top_k).values[-1]))
     weights = torch.exp(x - top)
-    weights[x < threshold] = 0.0
+    if threshold > -math.inf:
+        weights.masked_fill_(x < threshold, 0.0)
     if f.top_p < 1.0:
-        nucleus = _nucleus_threshold(x, weights, top, f.top_p)
-        weights[x < nucleus] = 0.0
+        weights.masked_fill_(x < _nucleus_threshold(x, weights, top, f.top_p), 0.0)
     cumulative = weights.cumsum(0, dtype=torch.float64)
     target = cumulative[-1] * uniform(f.seed, f.position)
     return int(torch.searchsorted(cumulative, target, right=True).clamp_(max=x.numel() - 1))

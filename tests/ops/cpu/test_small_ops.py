@@ -132,3 +132,33 @@ def test_rope_write_refuses_what_does_not_fit(kernels):
         kernels.rope_write(torch.zeros(1, 600), torch.zeros(4, 64), kv, batch, heads)
     with pytest.raises(EngineError, match="bfloat16"):
         kernels.rope_write(torch.zeros(1, 640, dtype=torch.bfloat16), torch.zeros(4, 64), kv, batch, heads)
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 9),
+    values=st.lists(st.integers(-6, 6), min_size=1, max_size=700),
+    holes=st.sampled_from([None, -torch.inf]),
+)
+def test_greedy_takes_the_lowest_index_of_the_largest_value(kernels, rows, values, holes):
+    for dtype in DTYPES:
+        # few distinct values, both zeros among them, so that there are ties everywhere
+        row = torch.tensor(values, dtype=dtype) * torch.where(torch.arange(len(values)) % 2 == 0, 1, -1).to(
+            dtype
+        )
+        if holes is not None:
+            row[::3] = holes
+        x = torch.stack([row.roll(i) for i in range(rows)])
+        ids, top = kernels.greedy(x)
+        expected_ids, expected_top = REFERENCE.greedy(x)
+        assert ids.tolist() == expected_ids.tolist()
+        assert top.tolist() == expected_top.float().tolist()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("at", [0, 255, 256, 511, 599])
+def test_greedy_shows_a_nan_wherever_it_is_and_of_either_sign(kernels, dtype, at, sign):
+    x = normal(0, 3, 600, dtype=dtype)
+    x[1, at] = torch.copysign(torch.tensor(torch.nan), torch.tensor(float(sign))).to(dtype)
+    _, top = kernels.greedy(x)
+    assert torch.isnan(top).tolist() == [False, True, False]

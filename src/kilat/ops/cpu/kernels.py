@@ -46,6 +46,7 @@ def cpu_kernels(threads: int, why: str = "asked for", *, isa: int | None = None)
         rope_write=ops.rope_write,
         attention=ops.attention,
         silu_mul=ops.silu_mul,
+        greedy=ops.greedy,
         fused_gate=ops.gated_linear,
     )
 
@@ -89,6 +90,7 @@ class CpuOps:
         self._rms_norm = library.kilat_rms_norm
         self._add_rms_norm = library.kilat_add_rms_norm
         self._silu_mul = library.kilat_silu_mul
+        self._greedy = library.kilat_greedy
         self._rope_write = library.kilat_rope_write
         self._attention = library.kilat_attention
 
@@ -173,6 +175,15 @@ class CpuOps:
         out = x.new_empty(rows, n)
         self._silu_mul(self._context, code, x.data_ptr(), x.stride(0), rows, n, out.data_ptr())
         return out
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest logits come back as fp32."""
+        code = _code(logits)
+        x = _rows_of(logits)
+        rows, n = x.shape
+        ids, top = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        self._greedy(self._context, code, x.data_ptr(), x.stride(0), rows, n, ids.data_ptr(), top.data_ptr())
+        return ids, top
 
     def rope_write(
         self,

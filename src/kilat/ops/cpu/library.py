@@ -6,7 +6,7 @@ from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
 from kilat.base.errors import ConfigError
 from kilat.ops.cpu.build import build
 
-ABI = 1
+ABI = 2
 F32, BF16 = 0, 1
 MAX_HEAD_DIM = 256
 
@@ -58,6 +58,7 @@ _SIGNATURES = {
     "kilat_rms_norm": (None, [_P, _I, _P, _L, _L, _L, _P, _D, _P]),
     "kilat_add_rms_norm": (None, [_P, _I, _P, _L, _P, _L, _L, _P, _D, _P]),
     "kilat_silu_mul": (None, [_P, _I, _P, _L, _L, _L, _P]),
+    "kilat_greedy": (None, [_P, _I, _P, _L, _L, _L, _P, _P]),
     "kilat_rope_write": (None, [_P, _I, _P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _D, _P]),
     "kilat_attention": (_I, [_P, _I, _P, _P, _P, _P, _D, _L, _P]),
 }
