@@ -34,6 +34,7 @@ static inline bf16 round_bf16(float x) {
 #include "linear.h"
 #include "norm.h"
 #include "greedy.h"
+#include "sample.h"
 #include "rope_write.h"
 #include "attention_state.h"
 #include "attention_products.h"
@@ -47,6 +48,7 @@ extern const Table KILAT_TABLE = {
     {KILAT_ISA::norm<float>, KILAT_ISA::norm<bf16>},
     {KILAT_ISA::silu_mul<float>, KILAT_ISA::silu_mul<bf16>},
     {KILAT_ISA::greedy<float>, KILAT_ISA::greedy<bf16>},
+    KILAT_ISA::sample_row,
     {KILAT_ISA::rope_write<float>, KILAT_ISA::rope_write<bf16>},
     {KILAT_ISA::attention<float>, KILAT_ISA::attention<bf16>},
 };

@@ -217,6 +217,11 @@ void kilat_greedy(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, int6
   cpu->context.table->greedy[dtype](&cpu->context, x, stride, rows, n, ids, top);
 }
 
+int64_t kilat_sample_row(kilat_cpu *cpu, const float *logits, int64_t n, const kilat_filter *filter) {
+  Hold hold(cpu);
+  return cpu->context.table->sample_row(&cpu->context, logits, n, filter);
+}
+
 void kilat_rope_write(kilat_cpu *cpu, int dtype, const void *qkv, int64_t stride, int64_t tokens, const kilat_heads *heads,
                       const float *cos_sin, const int32_t *positions, const int32_t *slots, const kilat_kv *kv,
                       const void *norm_q, const void *norm_k, double eps, void *q) {

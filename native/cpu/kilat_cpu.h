@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define KILAT_CPU_ABI 2
+#define KILAT_CPU_ABI 3
 
 #if defined(__GNUC__)
 #define KILAT_API __attribute__((visibility("default")))
@@ -94,6 +94,16 @@ KILAT_API void kilat_silu_mul(kilat_cpu *cpu, int dtype, const void *gate_up, in
 /* x [rows, n] (row stride `stride`, n >= 1) -> ids [rows], the lowest index of each row's largest value, and top [rows], that value; NaN
  * for a row that holds one. */
 KILAT_API void kilat_greedy(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, int64_t rows, int64_t n, int64_t *ids, float *top);
+
+/* How a row is sampled: temperature above 0, top_k 0 or top_p 1 or min_p 0 for no such filter, u in (0, 1). */
+typedef struct kilat_filter {
+  double temperature, top_p, min_p, u;
+  int64_t top_k;
+} kilat_filter;
+
+/* Index drawn from logits [n] fp32: temperature, min_p, top_k, top_p (ties with the last one kept are kept), then inverse CDF at u in
+ * index order. -1 when memory is exhausted. */
+KILAT_API int64_t kilat_sample_row(kilat_cpu *cpu, const float *logits, int64_t n, const kilat_filter *filter);
 
 /* Heads of a layer: q heads, kv heads, elements of a head (<= KILAT_MAX_HEAD_DIM), rotated elements (even, <= dim). */
 typedef struct kilat_heads {

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kilat.base.errors import EngineError
 from kilat.ops.kernels import reference
 from kilat.ops.rope_write import Heads, QkNorm
+from kilat.ops.sample import Filter
 from tests.ops.cpu.cases import SHAPES, Shape, amid_nan, differences, different_bits, normal, pool, step
 
 pytestmark = pytest.mark.cpu
@@ -162,3 +163,42 @@ def test_greedy_shows_a_nan_wherever_it_is_and_of_either_sign(kernels, dtype, at
     x[1, at] = torch.copysign(torch.tensor(torch.nan), torch.tensor(float(sign))).to(dtype)
     _, top = kernels.greedy(x)
     assert torch.isnan(top).tolist() == [False, True, False]
+
+
+@settings(max_examples=60)
+@given(
+    values=st.lists(st.integers(-40, 40), min_size=1, max_size=900),
+    temperature=st.sampled_from([0.25, 0.7, 1.0, 3.0]),
+    top_k=st.integers(0, 12),
+    top_p=st.sampled_from([0.05, 0.31, 0.77, 0.96, 1.0]),
+    min_p=st.sampled_from([0.0, 0.03, 0.4]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    banned=st.booleans(),
+)
+def test_a_row_is_sampled_as_the_reference_samples_it(
+    kernels, values, temperature, top_k, top_p, min_p, seed, banned
+):
+    # quarter steps make ties; odd filter values keep sums away from the thresholds
+    logits = torch.tensor(values) / 4
+    if banned:
+        logits[1::2] = -torch.inf
+    for position in range(12):
+        f = Filter(temperature, top_k, top_p, min_p, seed, position)
+        assert kernels.sample_row(logits, f) == REFERENCE.sample_row(logits, f)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 8.0])
+def test_large_vocabularies_are_sampled_as_the_reference_samples_them(kernels, scale):
+    logits = normal(3, 50_021, dtype=torch.float32) * scale
+    for position in range(8):
+        for top_k, top_p in ((0, 1.0), (50, 1.0), (0, 0.9), (1000, 0.5), (50_021, 0.999)):
+            f = Filter(0.8, top_k, top_p, 0.0, 7, position)
+            assert kernels.sample_row(logits, f) == REFERENCE.sample_row(logits, f)
+
+
+def test_sampling_takes_one_fp32_row(kernels):
+    f = Filter(1.0, 0, 1.0, 0.0, 1, 1)
+    with pytest.raises(EngineError, match="fp32 row"):
+        kernels.sample_row(torch.zeros(2, 3), f)
+    with pytest.raises(EngineError, match="fp32 row"):
+        kernels.sample_row(torch.zeros(3, dtype=torch.bfloat16), f)

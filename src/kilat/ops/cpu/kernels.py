@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kilat.base.errors import ConfigError, EngineError
 from kilat.ops.batch import StepBatch
-from kilat.ops.cpu.library import BF16, F32, MAX_HEAD_DIM, HeadShape, KvView, Rows, load
+from kilat.ops.cpu.library import BF16, F32, MAX_HEAD_DIM, HeadShape, KvView, Rows, SampleFilter, load
 from kilat.ops.kernels import Kernels
 from kilat.ops.linear import LinearWeight
 from kilat.ops.rope_write import Heads, QkNorm
+from kilat.ops.sample import Filter, uniform
 
 _DTYPES = {torch.float32: F32, torch.bfloat16: BF16}
 
@@ -47,6 +48,7 @@ def cpu_kernels(threads: int, why: str = "asked for", *, isa: int | None = None)
         attention=ops.attention,
         silu_mul=ops.silu_mul,
         greedy=ops.greedy,
+        sample_row=ops.sample_row,
         fused_gate=ops.gated_linear,
     )
 
@@ -91,6 +93,7 @@ class CpuOps:
         self._add_rms_norm = library.kilat_add_rms_norm
         self._silu_mul = library.kilat_silu_mul
         self._greedy = library.kilat_greedy
+        self._sample_row = library.kilat_sample_row
         self._rope_write = library.kilat_rope_write
         self._attention = library.kilat_attention
 
@@ -184,6 +187,16 @@ class CpuOps:
         ids, top = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         self._greedy(self._context, code, x.data_ptr(), x.stride(0), rows, n, ids.data_ptr(), top.data_ptr())
         return ids, top
+
+    def sample_row(self, logits: Tensor, f: Filter) -> int:
+        if logits.dim() != 1 or logits.dtype != torch.float32:
+            raise EngineError(f"sampling from {tuple(logits.shape)} {logits.dtype}, wanted one fp32 row")
+        x = logits.contiguous()
+        filter_ = SampleFilter(f.temperature, f.top_p, f.min_p, uniform(f.seed, f.position), f.top_k)
+        token = int(self._sample_row(self._context, x.data_ptr(), x.numel(), byref(filter_)))
+        if token < 0:
+            raise EngineError("no memory to sample a row")
+        return token
 
     def rope_write(
         self,

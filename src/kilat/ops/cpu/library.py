@@ -6,7 +6,7 @@ from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
 from kilat.base.errors import ConfigError
 from kilat.ops.cpu.build import build
 
-ABI = 2
+ABI = 3
 F32, BF16 = 0, 1
 MAX_HEAD_DIM = 256
 
@@ -28,6 +28,18 @@ class HeadShape(ctypes.Structure):
     """``kilat_heads``."""
 
     _fields_ = [("n_q", c_int64), ("n_kv", c_int64), ("dim", c_int64), ("rotary", c_int64)]
+
+
+class SampleFilter(ctypes.Structure):
+    """``kilat_filter``."""
+
+    _fields_ = [
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("u", c_double),
+        ("top_k", c_int64),
+    ]
 
 
 class Rows(ctypes.Structure):
@@ -59,6 +71,7 @@ _SIGNATURES = {
     "kilat_add_rms_norm": (None, [_P, _I, _P, _L, _P, _L, _L, _P, _D, _P]),
     "kilat_silu_mul": (None, [_P, _I, _P, _L, _L, _L, _P]),
     "kilat_greedy": (None, [_P, _I, _P, _L, _L, _L, _P, _P]),
+    "kilat_sample_row": (_L, [_P, _P, _L, _P]),
     "kilat_rope_write": (None, [_P, _I, _P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _D, _P]),
     "kilat_attention": (_I, [_P, _I, _P, _P, _P, _P, _D, _L, _P]),
 }

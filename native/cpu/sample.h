@@ -1,0 +1,145 @@
+// sample: temperature, filters and the inverse CDF of one row. Sums are in fp64 and in one order, whatever else is running.
+
+enum { SAMPLE_BUCKETS = 4096 };
+
+struct Candidates {
+  const float *x;          // [n] scaled logits
+  float *w;                // [n] weights exp(x - top), 0 for what a filter has dropped
+  uint16_t *bucket;        // [n] by distance from the top, the nearest first
+  double mass[SAMPLE_BUCKETS];
+  int32_t count[SAMPLE_BUCKETS];
+  int64_t n;
+  float top;
+};
+
+// x = logits / temperature and the largest of it; then weights and buckets. Everything past the end of a vector is done the same way.
+static void scale_row(const float *logits, int64_t n, float temperature, float *x, float *top) {
+  VF by = set1(temperature), best = set1(-INFINITY);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    VF v = div(load(logits + i), by);
+    store(x + i, v);
+    best = max(best, v);
+  }
+  float most = max_lanes(best);
+  for (; i < n; i++) {
+    x[i] = logits[i] / temperature;
+    most = x[i] > most ? x[i] : most;
+  }
+  *top = most;
+}
+
+INLINE VF weight_of(VF x, VF top) { return exp2_of(mul(sub(x, top), set1(1.4426950408889634f))); }
+
+static void weigh_row(const float *x, int64_t n, float top, float *w) {
+  VF most = set1(top);
+  for (int64_t i = 0; i < n; i += W) {
+    int m = n - i >= W ? W : int(n - i);
+    VF v = m == W ? load(x + i) : load_n(x + i, m);
+    v = weight_of(v, most);
+    if (m == W) store(w + i, v);
+    else store_n(w + i, v, m);
+  }
+}
+
+static void fill_buckets(Candidates *c) {
+  memset(c->mass, 0, sizeof c->mass);
+  memset(c->count, 0, sizeof c->count);
+  for (int64_t i = 0; i < c->n; i++) {
+    float far = (c->top - c->x[i]) * 64.0f;
+    int b = far < SAMPLE_BUCKETS - 1 ? int(far) : SAMPLE_BUCKETS - 1;
+    c->bucket[i] = uint16_t(b);
+    c->mass[b] += c->w[i];
+    c->count[b] += c->x[i] > -INFINITY;
+  }
+}
+
+// Largest first. A heap sort of this file's own: a template of the standard library would be shared between instruction sets.
+static void sort_down(float *v, int64_t n) {
+  for (int64_t start = n / 2 - 1, end = n; end > 1;) {
+    float moved;
+    if (start >= 0) moved = v[start];
+    else moved = v[--end], v[end] = v[0];
+    int64_t at = start >= 0 ? start-- : 0;
+    for (int64_t child; (child = 2 * at + 1) < end; at = child) {
+      if (child + 1 < end && v[child + 1] < v[child]) child++;
+      if (!(v[child] < moved)) break;
+      v[at] = v[child];
+    }
+    v[at] = moved;
+  }
+}
+
+// The smallest scaled logit of the likeliest tokens, none below `floor`, that together number `wanted` (by_count) or weigh it; -inf if all
+// of them do not. `values` has room for n.
+static float threshold_of(const Candidates *c, double wanted, bool by_count, float floor, float *values) {
+  double before = 0;
+  int b = 0;
+  for (; b < SAMPLE_BUCKETS; b++) {
+    double here = by_count ? c->count[b] : c->mass[b];
+    if (before + here >= wanted) break;
+    before += here;
+  }
+  if (b == SAMPLE_BUCKETS) return -INFINITY;
+  int64_t m = 0;
+  for (int64_t i = 0; i < c->n; i++)
+    if (c->bucket[i] == b && c->x[i] > -INFINITY && c->x[i] >= floor) values[m++] = c->x[i];
+  sort_down(values, m);
+  for (int64_t i = 0; i < m; i++) {
+    float lanes[W];
+    store(lanes, weight_of(set1(values[i]), set1(c->top)));
+    before += by_count ? 1.0 : double(lanes[0]);
+    if (before >= wanted) return values[i];
+  }
+  return m ? values[m - 1] : -INFINITY;
+}
+
+static double drop_below(Candidates *c, float threshold) {
+  double mass = 0;
+  for (int64_t i = 0; i < c->n; i++) {
+    c->w[i] = c->x[i] < threshold ? 0.0f : c->w[i];
+    mass += c->w[i];
+  }
+  return mass;
+}
+
+static int64_t inverse_cdf(const float *w, int64_t n, double u) {
+  double total = 0;
+  for (int64_t i = 0; i < n; i++) total += w[i];
+  double target = total * u, sum = 0;
+  int64_t last = 0;
+  for (int64_t i = 0; i < n; i++) {
+    sum += w[i];
+    if (w[i] > 0) last = i;
+    if (sum > target) return i;
+  }
+  return last;
+}
+
+static int64_t sample_row(Context *context, const float *logits, int64_t n, const kilat_filter *f) {
+  size_t floats = sizeof(float) * size_t(n);
+  char *memory = static_cast<char *>(scratch_get(&context->shared, 3 * floats + 2 * size_t(n) + sizeof(Candidates) + 64));
+  if (!memory) return -1;
+  Candidates *c = reinterpret_cast<Candidates *>(memory);
+  float *x = reinterpret_cast<float *>(memory + sizeof(Candidates));
+  float *values = x + 2 * n;
+  c->x = x, c->w = x + n, c->n = n;
+  c->bucket = reinterpret_cast<uint16_t *>(values + n);
+  scale_row(logits, n, float(f->temperature), x, &c->top);
+  weigh_row(x, n, c->top, c->w);
+  bool nucleus = f->top_p < 1, counted = f->top_k > 0 && f->top_k < n;
+  float threshold = f->min_p > 0 ? float(c->top + log(f->min_p)) : -INFINITY;
+  if (nucleus || counted) fill_buckets(c);
+  if (counted) {
+    float kth = threshold_of(c, double(f->top_k), true, -INFINITY, values);
+    threshold = kth > threshold ? kth : threshold;
+  }
+  if (nucleus) {
+    double mass = drop_below(c, threshold);
+    if (threshold > -INFINITY) fill_buckets(c);
+    float least = threshold_of(c, mass * f->top_p, false, threshold, values);
+    threshold = least > threshold ? least : threshold;
+  }
+  if (threshold > -INFINITY) drop_below(c, threshold);
+  return inverse_cdf(c->w, n, f->u);
+}
