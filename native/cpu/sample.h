@@ -1,6 +1,6 @@
 // sample: temperature, filters and the inverse CDF of one row. Sums are in fp64 and in one order, whatever else is running.
 
-enum { SAMPLE_BUCKETS = 4096 };
+enum { SAMPLE_BUCKETS = 4096, SAMPLE_RUN = 256 };
 
 struct Candidates {
   const float *x;          // [n] scaled logits
@@ -94,26 +94,46 @@ static float threshold_of(const Candidates *c, double wanted, bool by_count, flo
   return m ? values[m - 1] : -INFINITY;
 }
 
-static double drop_below(Candidates *c, float threshold) {
-  double mass = 0;
-  for (int64_t i = 0; i < c->n; i++) {
-    c->w[i] = c->x[i] < threshold ? 0.0f : c->w[i];
-    mass += c->w[i];
-  }
-  return mass;
+static void drop_below(Candidates *c, float threshold) {
+  const float *x = c->x;
+  float *w = c->w;
+  int64_t i = 0;
+  for (; i + SAMPLE_RUN <= c->n; i += SAMPLE_RUN)
+    for (int j = 0; j < SAMPLE_RUN; j++) w[i + j] = x[i + j] < threshold ? 0.0f : w[i + j];
+  for (; i < c->n; i++) w[i] = x[i] < threshold ? 0.0f : w[i];
 }
 
+// Weight of the run that starts at w: lanes first, then across.
+INLINE double run_of(const float *w, int64_t n) {
+  VF sum = zero();
+  for (int64_t i = 0; i < n; i += W) sum = add(sum, n - i >= W ? load(w + i) : load_n(w + i, int(n - i)));
+  return sum_lanes(sum);
+}
+
+static double mass_of(const float *w, int64_t n) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; i += SAMPLE_RUN) sum += run_of(w + i, n - i < SAMPLE_RUN ? n - i : SAMPLE_RUN);
+  return sum;
+}
+
+// The run in which the running sum passes the target, then the place in it. A sum that rounding keeps below the target ends at the last
+// token that weighs anything.
 static int64_t inverse_cdf(const float *w, int64_t n, double u) {
-  double total = 0;
-  for (int64_t i = 0; i < n; i++) total += w[i];
-  double target = total * u, sum = 0;
-  int64_t last = 0;
-  for (int64_t i = 0; i < n; i++) {
+  double target = mass_of(w, n) * u, sum = 0;
+  int64_t first = 0;
+  for (; first < n; first += SAMPLE_RUN) {
+    double here = run_of(w + first, n - first < SAMPLE_RUN ? n - first : SAMPLE_RUN);
+    if (sum + here > target) break;
+    sum += here;
+  }
+  int64_t end = first + SAMPLE_RUN < n ? first + SAMPLE_RUN : n;
+  for (int64_t i = first; i < end; i++) {
     sum += w[i];
-    if (w[i] > 0) last = i;
     if (sum > target) return i;
   }
-  return last;
+  int64_t last = end;
+  while (last > 0 && w[last - 1] == 0) last--;
+  return last > 0 ? last - 1 : 0;
 }
 
 static int64_t sample_row(Context *context, const float *logits, int64_t n, const kilat_filter *f) {
@@ -135,9 +155,11 @@ static int64_t sample_row(Context *context, const float *logits, int64_t n, cons
     threshold = kth > threshold ? kth : threshold;
   }
   if (nucleus) {
-    double mass = drop_below(c, threshold);
-    if (threshold > -INFINITY) fill_buckets(c);
-    float least = threshold_of(c, mass * f->top_p, false, threshold, values);
+    if (threshold > -INFINITY) {
+      drop_below(c, threshold);
+      fill_buckets(c);
+    }
+    float least = threshold_of(c, mass_of(c->w, n) * f->top_p, false, threshold, values);
     threshold = least > threshold ? least : threshold;
   }
   if (threshold > -INFINITY) drop_below(c, threshold);
