@@ -1,5 +1,6 @@
 """What every test gets: one marker that says what it needs, cheap tests first, and no deadline for hypothesis on a shared machine."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,12 @@ NEEDS = ("logic", "cpu", "gpu", "multi_gpu", "cluster", "browser", "e2e")
 settings.register_profile("kilat", deadline=None, print_blob=True)
 settings.register_profile("kilat-ci", parent=settings.get_profile("ci"), deadline=None)
 settings.load_profile("kilat-ci" if settings.get_current_profile_name() == "ci" else "kilat")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell starts background jobs with Ctrl-C ignored, and children inherit that; tests that press Ctrl-C need it to work."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
