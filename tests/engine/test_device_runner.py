@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kilat.base import metrics
+from kilat.engine.graphs import ROW_BUCKETS
 from kilat.wire.sampling import Grammar
 from tests.engine.harness import make_engine, record, run, tiny_model
 
@@ -64,6 +65,17 @@ def test_preempted_constrained_and_aborted_sessions_beside_plain_ones(model, dep
     engine.abort(["drop"])
     assert run(engine, jobs) == expected
     assert engine.counters()[metrics.PREEMPTIONS] > 0
+    engine.close()
+
+
+def test_more_sessions_than_the_largest_bucket_decode_together_in_a_buffer_of_their_number(model):
+    rows = ROW_BUCKETS[-1] + 8
+    engine = make_engine(model, seqs=rows, n_pages=rows + 8, step_tokens=2 * rows, depth=2, runner="device")
+    assert len(engine.runner._buffer.host(rows)["page_table"]) == rows
+    assert engine.runner._buffer.max_rows == rows
+    jobs = [record(f"s{i}", [i % 200], max_tokens=3, ignore_eos=True) for i in range(rows)]
+    together = run(engine, jobs)
+    assert together["s7"] == run(make_engine(model), [jobs[7]])["s7"]
     engine.close()
 
 

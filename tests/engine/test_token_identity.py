@@ -11,7 +11,7 @@ from kilat.wire.sampling import Grammar
 from tests.engine.harness import drain, make_engine, outputs, record, run, tiny_model
 
 pytestmark = pytest.mark.cpu
-QUICK = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])

@@ -43,6 +43,7 @@ class _Choices:
     dtype: torch.dtype
     max_model_len: int
     depth: int
+    target_step_s: float
 
 
 def build_engine(
@@ -115,6 +116,7 @@ def _choose(config: EngineConfig, raw: Mapping[str, object], decoder: DecoderCon
         choose_dtype(config.dtype, raw),
         choose_max_model_len(config.max_model_len, decoder.max_positions),
         config.depth or (2 if device.type == "cuda" else 1),
+        (0.02 if device.type == "cuda" else 0.2) if config.target_step_s is None else config.target_step_s,
     )
 
 
@@ -128,7 +130,7 @@ def _scheduler(config: EngineConfig, choices: _Choices, n_pages: int, eos_ids: S
         max_waiting=config.max_waiting,
         prefix_cache=config.prefix_cache,
         depth=choices.depth,
-        target_step_s=config.target_step_s or (0.02 if choices.device.type == "cuda" else 0.2),
+        target_step_s=choices.target_step_s,
     )
     # pages of another dtype, kernel set or page size hold other bits: they must not share a name
     name = f"{config.model_id}/{choices.dtype}/{choices.kernels.name}/{config.page_tokens}"

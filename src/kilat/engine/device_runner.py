@@ -85,7 +85,7 @@ class DeviceRunner:
         self._free = list(range(n_slots))
         self._slots: dict[str, int] = {}
         max_pages = -(-limits.max_model_len // limits.page_tokens)
-        self._buffer = DecodeBuffer(bucket(limits.max_rows, ROW_BUCKETS, 1 << 20), max_pages, kv.device)
+        self._buffer = DecodeBuffer(limits.max_rows, max_pages, kv.device)
         self.graphs = DecodeGraphs(self._buffer, limits.page_tokens, self._decode, capture=cuda)
         self._out = [torch.zeros(limits.max_rows, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._turn = 0
@@ -121,7 +121,7 @@ class DeviceRunner:
 
     def _launch_decode(self, rows: list[Row]) -> Flying:
         n, limits = len(rows), self.limits
-        size = bucket(n, ROW_BUCKETS, 1 << 20)
+        size = bucket(n, ROW_BUCKETS, limits.max_rows)
         f = self._buffer.host(size)
         start = np.fromiter((r.start for r in rows), np.int32, n)
         f["token_ids"][:n] = [r.token_ids[0] for r in rows]

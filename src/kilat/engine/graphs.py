@@ -36,7 +36,7 @@ class DecodeBuffer:
     be under way when the next step is written), one on the device. Fields of a bucket lie one behind the other."""
 
     def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
-        self.max_pages = max_pages
+        self.max_rows, self.max_pages = max_rows, max_pages
         size = max_rows * (len(_INTS) + len(_FLOATS) + max_pages)
         pinned = device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
