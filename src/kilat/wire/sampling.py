@@ -33,7 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     ``temperature`` 0 is greedy (the lowest id wins a tie). ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch a filter off.
     ``seed`` None lets the gateway draw one. ``max_tokens`` None means up to the context limit. ``logprobs`` is the number of
     alternatives reported beside the sampled token (0 = only the sampled one, None = nothing). Stop strings are the text side's
-    business (gateway, ``LLM``): the engine sees ids only. ``thinking_budget`` belongs to test-time compute and is not read yet.
+    business (gateway, ``LLM``): the engine sees ids only.
     """
 
     temperature: float = 1.0
