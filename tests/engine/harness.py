@@ -51,6 +51,7 @@ def make_engine(
     cache=True,
     grammar=False,
     runner="host",
+    max_waiting=10_000,
 ) -> Engine:
     """An engine over ``model`` with a pool of ``n_pages``; ``runner`` "device" is the CUDA runner, here on the CPU."""
     a = model.config.attention[0]
@@ -62,7 +63,7 @@ def make_engine(
         max_model_len=max_len,
         max_num_seqs=seqs,
         max_step_tokens=step_tokens,
-        max_waiting=10_000,
+        max_waiting=max_waiting,
         prefix_cache=cache,
         depth=depth,
     )

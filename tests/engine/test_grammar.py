@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from kilat.base.errors import RequestError
+from kilat.base.errors import CapacityError, RequestError
 from kilat.engine.grammar import COMPILE_LIMIT_S, GrammarCompiler
 from kilat.wire.sampling import Grammar
-from tests.engine.harness import EOS, byte_tokenizer_json, drain, make_engine, record, tiny_model
+from tests.engine.harness import EOS, byte_tokenizer_json, drain, make_engine, outputs, record, tiny_model
 
 pytestmark = pytest.mark.cpu
 
@@ -158,3 +158,16 @@ def test_without_a_tokenizer_a_grammar_is_refused_at_once():
     engine = make_engine(tiny_model())
     with pytest.raises(RequestError, match="tokenizer"):
         engine.submit(record("s", [1], grammar=Grammar("json_object")))
+
+
+def test_sessions_that_wait_for_their_grammar_have_one_id_each_and_count_against_the_queue():
+    engine = make_engine(tiny_model(), grammar=True, max_waiting=2)
+    grammar = Grammar("regex", "[a-z]{5}")
+    engine.submit(record("a", [1, 2], grammar=grammar))
+    with pytest.raises(RequestError, match="id is live"):
+        engine.submit(record("a", [3], grammar=grammar))
+    engine.submit(record("b", [1, 2], grammar=grammar))
+    with pytest.raises(CapacityError, match="limit 2"):
+        engine.submit(record("c", [1, 2], grammar=grammar))
+    assert set(outputs(drain(engine))) == {"a", "b"}
+    engine.close()

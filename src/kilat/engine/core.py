@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kilat.base import metrics
-from kilat.base.errors import EngineError, KilatError, RequestError
+from kilat.base.errors import CapacityError, EngineError, KilatError, RequestError
 from kilat.base.ids import branch_id
 from kilat.engine.grammar import COMPILE_LIMIT_S, GrammarCompiler, Matcher
 from kilat.engine.runner import Flying, Runner
@@ -67,7 +67,6 @@ class Engine:
         self.runner = runner
         self.grammars = grammars
         self.step_count = 0
-        self.step_started_s: float | None = None
         self._depth = depth
         self._now = now
         self._flying: deque[tuple[StepPlan, Flying]] = deque()
@@ -91,6 +90,13 @@ class Engine:
         if self.grammars is None:
             raise RequestError(
                 "structured output needs a tokenizer, which this engine was started without", param="grammar"
+            )
+        if record.session_id in self._compiling:
+            raise RequestError("a session with this id is live already; use a new id")
+        limit = self.scheduler.config.max_waiting
+        if len(self._compiling) >= max(limit, 1):
+            raise CapacityError(
+                f"{len(self._compiling):,} sessions wait for their grammars, limit {limit:,}: try again later"
             )
         future = self.grammars.compile(record.params.grammar)
         self._compiling[record.session_id] = _Compiling(record, future, self._now())
@@ -119,13 +125,11 @@ class Engine:
         events = self._take_compiled()
         plan = self.scheduler.plan(self._now()) if len(self._flying) < self._depth else None
         if plan is not None:
-            self.step_started_s = begin
             self._flying.append((plan, self.runner.launch(plan)))
         if self._flying and (plan is None or len(self._flying) == self._depth):
             done, flying = self._flying.popleft()
             events += self.scheduler.commit(done, flying.result(), self._now())
             self.step_count += 1
-            self.step_started_s = begin if self._flying else None
             self._step_s += self._now() - begin
         elif plan is None and self._compiling:
             self._await_compile()
