@@ -3,14 +3,25 @@
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from kilat.wire.kv import Endpoint, KvLayout, Offer
 from kilat.wire.messages import (
     Abort,
+    Adopt,
     Drain,
+    Export,
     Fatal,
+    Fetch,
+    Fetched,
     FromWorker,
     Hello,
+    Lend,
+    Offered,
+    PagesChanged,
+    Peers,
     Ping,
     Refused,
+    Release,
+    Resync,
     SessionEvent,
     Status,
     StepEvents,
@@ -98,8 +109,39 @@ events = st.builds(
     error=optional(texts),
     error_code=optional(texts),
 )
+hashes = st.lists(st.binary(min_size=16, max_size=16), max_size=4)
+endpoints = st.lists(st.builds(Endpoint, transport=texts, address=st.binary(max_size=40)), max_size=2)
+layouts = st.builds(
+    KvLayout,
+    layers=counts,
+    page_tokens=counts,
+    kv_heads=counts,
+    head_dim=counts,
+    dtype=texts,
+    page_bytes=counts,
+    model=texts,
+)
+offers = st.builds(
+    Offer,
+    move_id=texts,
+    owner=texts,
+    epoch=counts,
+    pages=ids,
+    first_token=counts,
+    n_tokens=counts,
+    deadline_s=reals,
+    names=hashes,
+    checksums=ids,
+)
 TO_WORKER: dict[type, SearchStrategy] = {
-    Submit: st.builds(Submit, record=records),
+    Submit: st.builds(Submit, record=records, hand_over=st.booleans(), prefix=optional(offers)),
+    Peers: st.builds(Peers, endpoints=st.dictionaries(texts, endpoints, max_size=3)),
+    Fetch: st.builds(Fetch, session_id=texts, offer=offers),
+    Adopt: st.builds(Adopt, record=records, offer=optional(offers)),
+    Export: st.builds(Export, session_ids=st.lists(texts, max_size=4)),
+    Lend: st.builds(Lend, move_id=texts, names=hashes),
+    Release: st.builds(Release, move_ids=st.lists(texts, max_size=4)),
+    Resync: st.builds(Resync),
     Abort: st.builds(Abort, session_ids=st.lists(texts, max_size=4)),
     Drain: st.builds(Drain, deadline_s=reals),
     Ping: st.builds(Ping),
@@ -117,8 +159,13 @@ FROM_WORKER: dict[type, SearchStrategy] = {
         eos_ids=ids,
         kernels=texts,
         ledger_bytes=st.dictionaries(texts, counts, max_size=4),
+        layout=optional(layouts),
+        endpoints=endpoints,
         protocol=counts,
     ),
+    Offered: st.builds(Offered, session_id=texts, offer=offers, record=optional(records)),
+    Fetched: st.builds(Fetched, session_id=texts, move_id=texts, ok=st.booleans(), n_bytes=counts, why=texts),
+    PagesChanged: st.builds(PagesChanged, seq=counts, stored=hashes, dropped=hashes, whole=st.booleans()),
     StepEvents: st.builds(StepEvents, step=counts, events=st.lists(events, max_size=4)),
     Status: st.builds(
         Status,

@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from kilat.base.errors import PeerError
 from kilat.wire import PROTOCOL_VERSION, codec, messages
 from kilat.wire.codec import decode_from_worker, decode_to_worker, encode
-from kilat.wire.messages import Abort, FromWorker, Hello, Ping, SessionEvent, StepEvents, Submit, ToWorker
+from kilat.wire.kv import Offer
+from kilat.wire.messages import (
+    Abort,
+    Adopt,
+    FromWorker,
+    Hello,
+    Offered,
+    Ping,
+    SessionEvent,
+    StepEvents,
+    Submit,
+    ToWorker,
+)
 from kilat.wire.sampling import Grammar, SamplingParams
 from kilat.wire.session import SessionRecord
 from tests.wire import builds
@@ -43,9 +55,12 @@ NEWS = StepEvents(
     ],
 )
 HELLO = Hello("w1", "m", 2048, 64, 49152, 16, 100, [0, 2], "cpu: AVX2", {"weights": 5})
+OFFER = Offer("move-1", "w1", 2, [5, 6], 32, 61, 10.0, [b"0123456789abcdef"], [7, 8])
 EXAMPLES: list[tuple[Any, Callable[[bytes], Any], Any]] = [
     (SUBMIT, decode_to_worker, ToWorker),
     (NEWS, decode_from_worker, FromWorker),
+    (Adopt(RECORD, OFFER), decode_to_worker, ToWorker),
+    (Offered("ses-1", OFFER, RECORD), decode_from_worker, FromWorker),
     (HELLO, decode_from_worker, FromWorker),
 ]
 names = pytest.mark.parametrize(

@@ -1,22 +1,27 @@
 """What a gateway and a worker say to each other. Frames are msgpack of one of the two unions at the end.
 
-Gateway -> worker: Submit, Abort, Drain, Ping. Worker -> gateway: Hello, StepEvents, Status, Refused, Fatal.
+Gateway -> worker: Submit, Abort, Drain, Ping; about pages: Peers, Fetch, Adopt, Export, Lend, Release, Resync.
+Worker -> gateway: Hello, StepEvents, Status, Refused, Fatal; about pages: Offered, Fetched, PagesChanged.
 Order is kept per connection. A session's events carry its epoch and a sequence number that grows by one per event.
 """
 
 import msgspec
 
 from kilat.wire import PROTOCOL_VERSION
+from kilat.wire.kv import Endpoint, KvLayout, Offer
 from kilat.wire.session import SessionRecord
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", forbid_unknown_fields=True):
     """Run a session. ``output_ids`` not empty means: adopt it and go on after its last token.
 
-    The session's ``params.n`` samples come back as ``id``, ``id#1``, ... ; stop strings are the gateway's business.
+    The session's ``params.n`` samples come back as ``id``, ``id#1``, ... ; stop strings are the gateway's business. With
+    ``hand_over`` it is only computed up to its first token, then offered. ``prefix``: pages of its prompt to be read from a peer first.
     """
 
     record: SessionRecord
+    hand_over: bool = False
+    prefix: Offer | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
@@ -36,10 +41,85 @@ class Ping(msgspec.Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
     """Answered with a Status."""
 
 
+class Peers(msgspec.Struct, frozen=True, tag="peers", forbid_unknown_fields=True):
+    """Where pages of other workers are read, by worker id: all of them; a worker that is missing is gone, reads from it fail."""
+
+    endpoints: dict[str, list[Endpoint]]
+
+
+class Fetch(msgspec.Struct, frozen=True, tag="fetch", forbid_unknown_fields=True):
+    """Read these pages of a session that will be adopted later. Answered with Fetched."""
+
+    session_id: str
+    offer: Offer
+
+
+class Adopt(msgspec.Struct, frozen=True, tag="adopt", forbid_unknown_fields=True):
+    """Read the last pages, then go on with the session. What cannot be read is computed; answered with Fetched. It runs to its end here unless it is
+    exported."""
+
+    record: SessionRecord
+    offer: Offer | None = None
+
+
+class Export(msgspec.Struct, frozen=True, tag="export", forbid_unknown_fields=True):
+    """Stop these sessions after their committed tokens and offer them; each is answered with an Offered that holds its record.
+    Sessions that ended meanwhile are not answered: their last event is on its way."""
+
+    session_ids: list[str]
+
+
+class Lend(msgspec.Struct, frozen=True, tag="lend", forbid_unknown_fields=True):
+    """Pin the longest known start of this chain of page names; answered with an Offered of that ``move_id``, perhaps without pages."""
+
+    move_id: str
+    names: list[bytes]
+
+
+class Release(msgspec.Struct, frozen=True, tag="release", forbid_unknown_fields=True):
+    """These moves are over: unpin what was offered, or drop what was fetched for a session that will not come. Idempotent."""
+
+    move_ids: list[str]
+
+
+class Resync(msgspec.Struct, frozen=True, tag="resync", forbid_unknown_fields=True):
+    """Say all page names that are held; answered with a whole PagesChanged."""
+
+
+class Offered(msgspec.Struct, frozen=True, tag="offered", forbid_unknown_fields=True):
+    """Pages of a session (or of a Lend, then ``session_id`` is its move id) may be read. ``record`` is set in a session's last offer:
+    it has ended here, without a last event, and whoever adopts it goes on after ``record.output_ids``."""
+
+    session_id: str
+    offer: Offer
+    record: SessionRecord | None = None
+
+
+class Fetched(msgspec.Struct, frozen=True, tag="fetched", forbid_unknown_fields=True):
+    """The pages of a move have been read, or ``why`` they have not; the offering side can unpin them."""
+
+    session_id: str
+    move_id: str
+    ok: bool
+    n_bytes: int = 0
+    why: str = ""
+
+
+class PagesChanged(msgspec.Struct, frozen=True, tag="pages", forbid_unknown_fields=True):
+    """Page names that can be found here from now on, and those that no longer can. ``seq`` grows by one per message of a worker's life;
+    ``whole`` means that ``stored`` is everything."""
+
+    seq: int
+    stored: list[bytes]
+    dropped: list[bytes]
+    whole: bool = False
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
     """First message of a worker, when it is ready to serve.
 
     Sizes are in tokens unless named. ``kernels`` says which kernel set was chosen and why. ``ledger_bytes``: memory by owner.
+    ``layout`` and ``endpoints`` are there when its pages can be read by peers, best transport first.
     """
 
     worker_id: str
@@ -52,6 +132,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
     eos_ids: list[int]
     kernels: str
     ledger_bytes: dict[str, int] = {}
+    layout: KvLayout | None = None
+    endpoints: list[Endpoint] = []
     protocol: int = PROTOCOL_VERSION
 
 
@@ -123,5 +205,5 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal", forbid_unknown_fields=True
     message: str
 
 
-ToWorker = Submit | Abort | Drain | Ping
-FromWorker = Hello | StepEvents | Status | Refused | Fatal
+ToWorker = Submit | Abort | Drain | Ping | Peers | Fetch | Adopt | Export | Lend | Release | Resync
+FromWorker = Hello | StepEvents | Status | Refused | Fatal | Offered | Fetched | PagesChanged
