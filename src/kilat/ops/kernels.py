@@ -6,8 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kilat.ops import attention, linear, rms_norm, rope_write, sample, silu_mul
+from kilat.ops import attention, fp8_linear, linear, rms_norm, rope_write, sample, silu_mul
 from kilat.ops.batch import StepBatch
+from kilat.ops.fp8_linear import Fp8Weight
 from kilat.ops.linear import LinearWeight
 from kilat.ops.rope_write import Heads, QkNorm
 from kilat.ops.sample import Draws, Filter
@@ -40,6 +41,7 @@ class Kernels:
     """One implementation of every op; each field's contract is the docstring of the function of the same name in ``ops/``.
 
     ``name`` is what ``kilat doctor`` prints, ``why`` the reason this set was taken. ``batch_invariant`` is a promise of all of them.
+    ``linear`` and ``gated_linear`` take what ``pack_linear`` and ``pack_fp8`` made. ``pack_fp8`` None: the set has no FP8 product.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Kernels:
     sample_row: Callable[[Tensor, Filter], int] = sample.sample_row
     draw: Draw = sample.draw
     fused_gate: Callable[[Tensor, LinearWeight], Tensor] | None = None
+    pack_fp8: Callable[[Fp8Weight, Tensor | None], LinearWeight] | None = None
 
     def gated_linear(self, x: Tensor, w: LinearWeight) -> Tensor:
         """x [T, K], w [2 I, K] (gate first, then up) -> silu_mul(linear(x, w)) [T, I]; in one kernel where the set has it."""
@@ -69,12 +72,13 @@ def reference(why: str = "asked for") -> Kernels:
         why=why,
         batch_invariant=True,
         pack_linear=linear.pack_linear,
-        linear=linear.linear,
+        linear=fp8_linear.linear,
         rms_norm=rms_norm.rms_norm,
         add_rms_norm=rms_norm.add_rms_norm,
         rope_write=rope_write.rope_write,
         attention=attention.attention,
         silu_mul=silu_mul.silu_mul,
+        pack_fp8=fp8_linear.pack_fp8,
     )
 
 
