@@ -4,20 +4,34 @@ import torch
 from torch import Tensor
 
 from kilat.ops.batch import StepBatch
+from kilat.ops.rope_write import KvScale
 
 QUERY_TILE = 16
 KEY_TILE = 64
 
 
-def attention(q: Tensor, kv: Tensor, batch: StepBatch, *, scale: float, window: int = 0) -> Tensor:
+def attention(
+    q: Tensor,
+    kv: Tensor,
+    batch: StepBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    kv_scale: KvScale | None = None,
+) -> Tensor:
     """q [T, Hq, D] -> [T, Hq * D], same dtype. The token at position p sees keys 0 .. p of its row (p - window + 1 .. p if window > 0).
 
     kv: one layer's view [pages, 2, page_tokens, Hkv, D] of the pool; Hq is a multiple of Hkv (grouped heads, arXiv:2305.13245).
+    With ``kv_scale`` the pool is e4m3: scores are scale * k_scale * (q . stored K), the output is v_scale * (weights . stored V), both
+    fp32 with the scale of the head, rounded once to q's dtype. q and the weights are not quantized.
     Softmax in fp32. Batch- and chunk-invariant: queries go in blocks of 16 (padded), keys in tiles of 64 counted from position 0
     with masked tails, one maximum pass, then a sum in order, so the shapes of all products are fixed.
     """
     n_kv = kv.shape[3]
     out = torch.empty_like(q)
+    factors: tuple[float | Tensor, float | Tensor] = (scale, 1.0)
+    if kv_scale is not None:
+        factors = (scale * kv_scale.k[:, None, None], kv_scale.v[:, None, None])
     row_start, kv_len = batch.row_start.tolist(), batch.kv_len.tolist()
     for b, n in enumerate(kv_len):
         first, last = row_start[b], row_start[b + 1]
@@ -28,12 +42,20 @@ def attention(q: Tensor, kv: Tensor, batch: StepBatch, *, scale: float, window: 
         for t in range(first, last, QUERY_TILE):
             block = q[t : min(t + QUERY_TILE, last)]
             start = n - (last - first) + (t - first)
-            out[t : t + block.shape[0]] = _block(block, keys, values, start, scale, window)
+            out[t : t + block.shape[0]] = _block(block, keys, values, start, factors, window)
     return out.view(q.shape[0], -1)
 
 
-def _block(q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, window: int) -> Tensor:
-    """Up to 16 queries [n, Hq, D] at positions start ... over keys, values [L, Hkv, D] fp32."""
+def _block(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: int,
+    factors: tuple[float | Tensor, float | Tensor],
+    window: int,
+) -> Tensor:
+    """Up to 16 queries [n, Hq, D] at positions start ... over keys, values [L, Hkv, D] fp32; ``factors`` go on scores and output."""
+    scale, out_scale = factors
     n, n_q, dim = q.shape
     n_kv = keys.shape[1]
     group = n_q // n_kv
@@ -59,7 +81,8 @@ def _block(q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, wi
         p = torch.exp(s - top)
         total += p.sum(-1, keepdim=True)
         acc += p @ _tile(values, i * KEY_TILE)
-    y = (acc / total).view(n_kv, QUERY_TILE, group, dim).permute(1, 0, 2, 3).reshape(QUERY_TILE, n_q, dim)
+    y = (acc / total * out_scale).view(n_kv, QUERY_TILE, group, dim)
+    y = y.permute(1, 0, 2, 3).reshape(QUERY_TILE, n_q, dim)
     return y[:n].to(q.dtype)
 
 

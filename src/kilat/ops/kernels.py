@@ -10,7 +10,7 @@ from kilat.ops import attention, fp8_linear, linear, rms_norm, rope_write, sampl
 from kilat.ops.batch import StepBatch
 from kilat.ops.fp8_linear import Fp8Weight
 from kilat.ops.linear import LinearWeight
-from kilat.ops.rope_write import Heads, QkNorm
+from kilat.ops.rope_write import Heads, KvScale, QkNorm
 from kilat.ops.sample import Draws, Filter
 
 
@@ -23,12 +23,20 @@ class RopeWrite(Protocol):
         batch: StepBatch,
         heads: Heads,
         norm: QkNorm | None = None,
+        kv_scale: KvScale | None = None,
     ) -> Tensor: ...
 
 
 class Attention(Protocol):
     def __call__(
-        self, q: Tensor, kv: Tensor, batch: StepBatch, *, scale: float, window: int = 0
+        self,
+        q: Tensor,
+        kv: Tensor,
+        batch: StepBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        kv_scale: KvScale | None = None,
     ) -> Tensor: ...
 
 
@@ -42,6 +50,7 @@ class Kernels:
 
     ``name`` is what ``kilat doctor`` prints, ``why`` the reason this set was taken. ``batch_invariant`` is a promise of all of them.
     ``linear`` and ``gated_linear`` take what ``pack_linear`` and ``pack_fp8`` made. ``pack_fp8`` None: the set has no FP8 product.
+    ``fp8_kv``: ``rope_write`` and ``attention`` take a ``kv_scale``.
     """
 
     name: str
@@ -59,6 +68,7 @@ class Kernels:
     draw: Draw = sample.draw
     fused_gate: Callable[[Tensor, LinearWeight], Tensor] | None = None
     pack_fp8: Callable[[Fp8Weight, Tensor | None], LinearWeight] | None = None
+    fp8_kv: bool = False
 
     def gated_linear(self, x: Tensor, w: LinearWeight) -> Tensor:
         """x [T, K], w [2 I, K] (gate first, then up) -> silu_mul(linear(x, w)) [T, I]; in one kernel where the set has it."""
@@ -79,6 +89,7 @@ def reference(why: str = "asked for") -> Kernels:
         attention=attention.attention,
         silu_mul=silu_mul.silu_mul,
         pack_fp8=fp8_linear.pack_fp8,
+        fp8_kv=True,
     )
 
 

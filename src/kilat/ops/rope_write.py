@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kilat.ops.batch import StepBatch
+from kilat.ops.fp8_linear import FP8, FP8_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,31 @@ class QkNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class KvScale:
+    """Scales ``k`` and ``v`` [Hkv] fp32, above 0, of a layer whose pages are e4m3: value = stored number * scale of its head. They never
+    change while the pool lives, else pages of one content would hold different bits."""
+
+    k: Tensor
+    v: Tensor
+
+
 def rope_write(
-    qkv: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch, heads: Heads, norm: QkNorm | None = None
+    qkv: Tensor,
+    cos_sin: Tensor,
+    kv: Tensor,
+    batch: StepBatch,
+    heads: Heads,
+    norm: QkNorm | None = None,
+    kv_scale: KvScale | None = None,
 ) -> Tensor:
     """qkv [T, (Hq + 2 Hkv) D] (q, then k, then v) -> rotated q [T, Hq, D], same dtype; writes K and V of the T tokens into ``kv``.
 
     cos_sin [max positions, R] fp32: R/2 cosines then R/2 sines, for the first R <= D elements of each head (the rest pass through);
     pairs are (i, i + R/2), the "rotate half" form of Hugging Face checkpoints. The rotation is computed in fp32 and rounded once.
     kv: one layer's view [pages, 2, page_tokens, Hkv, D] of the pool, any strides with unit stride in D; index 0 is K, 1 is V.
+    With ``kv_scale`` the pool is e4m3: K and V, rounded to qkv's dtype first, are divided by the scale of their head in fp32 and rounded to
+    nearest even; what is beyond +-448 is stored as +-448, a NaN as NaN.
     """
     n_tokens = qkv.shape[0]
     q, k, v = qkv.split([heads.n_q * heads.dim, heads.n_kv * heads.dim, heads.n_kv * heads.dim], dim=-1)
@@ -46,9 +64,16 @@ def rope_write(
     q, k = _rotate(q, table), _rotate(k, table)
     slots = batch.slots.long()
     page, offset = slots // batch.page_tokens, slots % batch.page_tokens
+    if kv_scale is not None:
+        k, v = _to_fp8(k, kv_scale.k), _to_fp8(v, kv_scale.v)
     kv[page, 0, offset] = k
     kv[page, 1, offset] = v
     return q
+
+
+def _to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """x [T, Hkv, D], scale [Hkv] -> e4m3 [T, Hkv, D]."""
+    return (x.float() / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,7 +12,7 @@ from kilat.ops.batch import StepBatch
 from kilat.ops.cpu.library import BF16, F32, MAX_HEAD_DIM, HeadShape, KvView, Rows, SampleFilter, load
 from kilat.ops.kernels import Kernels
 from kilat.ops.linear import LinearWeight
-from kilat.ops.rope_write import Heads, QkNorm
+from kilat.ops.rope_write import Heads, KvScale, QkNorm
 from kilat.ops.sample import Filter, uniform
 
 _DTYPES = {torch.float32: F32, torch.bfloat16: BF16}
@@ -206,7 +206,9 @@ class CpuOps:
         batch: StepBatch,
         heads: Heads,
         norm: QkNorm | None = None,
+        kv_scale: KvScale | None = None,
     ) -> Tensor:
+        _no_fp8_pages(kv_scale)
         code = _code(qkv)
         rotary = cos_sin.shape[1]
         shape = HeadShape(heads.n_q, heads.n_kv, heads.dim, rotary)
@@ -237,7 +239,17 @@ class CpuOps:
         )
         return q
 
-    def attention(self, q: Tensor, kv: Tensor, batch: StepBatch, *, scale: float, window: int = 0) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        batch: StepBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        kv_scale: KvScale | None = None,
+    ) -> Tensor:
+        _no_fp8_pages(kv_scale)
         code = _code(q)
         q = q.contiguous()
         n_tokens, n_q, dim = q.shape
@@ -260,6 +272,11 @@ class CpuOps:
         if self._attention(self._context, *args):
             raise EngineError("no memory for attention over this many keys")
         return out
+
+
+def _no_fp8_pages(scale: KvScale | None) -> None:
+    if scale is not None:
+        raise EngineError("the CPU kernels have no FP8 pages; use the reference set or a CUDA device")
 
 
 def _code(x: Tensor) -> int:

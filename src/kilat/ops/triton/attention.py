@@ -5,6 +5,7 @@ import triton
 from torch import Tensor
 
 from kilat.ops.batch import StepBatch
+from kilat.ops.rope_write import KvScale
 from kilat.ops.triton.attention_blocks import block_rows, can_take
 from kilat.ops.triton.attention_decode import decode_rows
 from kilat.ops.triton.attention_exact import decode_rows_exact
@@ -15,7 +16,7 @@ MOST_ROWS_TIMES_HEADS = 1 << 18
 
 
 class Attention:
-    """Contract: ops/attention.py. One call at a time: it owns the counters by which who finishes a head last knows that it is the last.
+    """Contract: ops/attention.py, without ``kv_scale``. One call at a time: it owns the counters by which who finishes a head last knows that it is the last.
 
     ``exact``: batch- and chunk-invariant. Both kernels then cut the keys of a row at the same positions (multiples of EXACT_CUT), merge the
     cuts in order, and use the same tile and matrix instruction, so that a token's result has the same bits in a chunk of any size and in a
@@ -26,7 +27,17 @@ class Attention:
         self.exact = exact
         self.done = torch.zeros(MOST_ROWS_TIMES_HEADS, dtype=torch.int32, device=device)
 
-    def __call__(self, q: Tensor, kv: Tensor, batch: StepBatch, *, scale: float, window: int = 0) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        batch: StepBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        kv_scale: KvScale | None = None,
+    ) -> Tensor:
+        assert kv_scale is None
         q = q.contiguous()
         group_pad = triton.next_power_of_2(q.shape[1] // kv.shape[3])
         few = min(max(1, 16 // group_pad), batch.max_q_len)

@@ -5,16 +5,23 @@ import triton.language as tl
 from torch import Tensor
 
 from kilat.ops.batch import StepBatch
-from kilat.ops.rope_write import Heads, QkNorm
+from kilat.ops.rope_write import Heads, KvScale, QkNorm
 from kilat.ops.triton.launch import can_overlap, let_next_start, wait_for_previous
 
 HEADS_PER_PROGRAM = 8
 
 
 def rope_write(
-    qkv: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch, heads: Heads, norm: QkNorm | None = None
+    qkv: Tensor,
+    cos_sin: Tensor,
+    kv: Tensor,
+    batch: StepBatch,
+    heads: Heads,
+    norm: QkNorm | None = None,
+    kv_scale: KvScale | None = None,
 ) -> Tensor:
-    """Contract: ops/rope_write.py. Batch-invariant: a head of a token is handled alone."""
+    """Contract: ops/rope_write.py, without ``kv_scale``. Batch-invariant: a head of a token is handled alone."""
+    assert kv_scale is None
     qkv = qkv.contiguous()
     n_tokens, dim, rotary = qkv.shape[0], heads.dim, cos_sin.shape[1]
     q = qkv.new_empty(n_tokens, heads.n_q, dim)
