@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <atomic>
 #include <new>
 
 #include "context.h"
@@ -84,6 +85,40 @@ void pack_unit(void *raw, int unit, int) {
   }
 }
 
+struct RowsJob {
+  Context *c;
+  const Linear *w;
+  kilat_rows_fn rows;
+  void *user;
+  std::atomic<bool> failed;
+};
+
+// One panel, in squares of 32 that stay in the nearest cache.
+void pack_rows_unit(void *raw, int unit, int worker) {
+  RowsJob &job = *static_cast<RowsJob *>(raw);
+  const Linear &w = *job.w;
+  int64_t element = w.dtype == KILAT_F32 ? 4 : 2, row_bytes = w.k * element, first = int64_t(unit) * PANEL;
+  int64_t count = w.n - first < PANEL ? w.n - first : int64_t(PANEL), whole = row_bytes / 4;
+  char *rows = static_cast<char *>(scratch_get(&job.c->worker[worker], size_t(PANEL * row_bytes + 4)));
+  if (!rows) {
+    job.failed = true;
+    return;
+  }
+  job.rows(job.user, first, count, rows);
+  uint32_t *out = reinterpret_cast<uint32_t *>(w.data + unit * w.panel_bytes);
+  if (count < PANEL) memset(out, 0, size_t(w.panel_bytes));
+  for (int64_t s = 0; s < whole; s += PANEL) {
+    int64_t end = s + PANEL < whole ? s + PANEL : whole;
+    for (int64_t c = 0; c < count; c++)
+      for (int64_t i = s; i < end; i++) memcpy(&out[i * PANEL + c], rows + c * row_bytes + i * 4, 4);
+  }
+  for (int64_t c = 0; whole < w.steps && c < count; c++) {
+    uint16_t last;
+    memcpy(&last, rows + c * row_bytes + whole * 4, 2);
+    out[whole * PANEL + c] = last;
+  }
+}
+
 float bias_at(const void *bias, int dtype, int64_t i) {
   float x;
   if (dtype == KILAT_F32) {
@@ -95,6 +130,28 @@ float bias_at(const void *bias, int dtype, int64_t i) {
     memcpy(&x, &whole, 4);
   }
   return x;
+}
+
+void lay_out(Linear *w, int dtype, int64_t n, int64_t k, bool bias) {
+  w->dtype = dtype;
+  w->n = n;
+  w->k = k;
+  w->steps = dtype == KILAT_F32 ? k : (k + 1) / 2;
+  w->panels = (n + PANEL - 1) / PANEL;
+  w->panel_bytes = w->steps * PANEL * 4;
+  w->bytes = w->panels * w->panel_bytes + (bias ? w->panels * PANEL * 4 : 0);
+}
+
+void place(Linear *w, int dtype, char *memory, const void *bias) {
+  w->data = memory;
+  w->bias = bias ? reinterpret_cast<float *>(memory + w->panels * w->panel_bytes) : nullptr;
+  for (int64_t i = 0; bias && i < w->panels * PANEL; i++) w->bias[i] = i < w->n ? bias_at(bias, dtype, i) : 0.0f;
+}
+
+bool touch(Scratch *s, int64_t bytes) {
+  if (!scratch_get(s, size_t(bytes))) return false;
+  memset(s->data, 0, s->bytes);
+  return true;
 }
 
 }  // namespace
@@ -146,36 +203,71 @@ void kilat_cpu_destroy(kilat_cpu *cpu) {
   delete cpu;
 }
 
+// Upper bounds over all instruction sets: vectors of 16 floats, fp32 elements. The sizes follow linear.h, attention_*.h and sample.h.
+int kilat_cpu_reserve(kilat_cpu *cpu, const kilat_most *most) {
+  Hold hold(cpu);
+  Context &c = cpu->context;
+  const int64_t lanes = 16, dim = (most->head_dim + 31) / 32 * 32, group = most->n_q / most->n_kv;
+  const int64_t rows = group > 192 ? group : 192, state = rows + lanes + rows * (lanes + dim) + lanes;
+  int64_t linear = (most->inputs + 1 + lanes) * 4 * (64 + lanes);
+  int64_t attention = 4 * (rows * dim + 2 * 64 * dim + 2 * 8 * 64 + 2 * state);
+  int64_t splits = (most->keys + 255) / 256, partial = c.threads * 4 * splits * state * 4;
+  int64_t blocks = most->tokens * 64 + 64, sample = 14 * most->vocab + (128 << 10);
+  if (partial > 16 << 20) partial = 16 << 20;
+  int64_t shared = blocks + partial > sample ? blocks + partial : sample;
+  for (int i = 0; i < c.threads; i++)
+    if (!touch(&c.worker[i], linear > attention ? linear : attention)) return -1;
+  return touch(&c.shared, shared) ? 0 : -1;
+}
+
+int64_t kilat_cpu_scratch_bytes(const kilat_cpu *cpu) {
+  int64_t bytes = int64_t(cpu->context.shared.bytes);
+  for (int i = 0; i < cpu->context.threads; i++) bytes += int64_t(cpu->context.worker[i].bytes);
+  return bytes;
+}
+
 kilat_linear *kilat_linear_pack(kilat_cpu *cpu, int dtype, const void *weight, int64_t stride, int64_t n, int64_t k,
                                 const void *bias) {
   kilat_linear *out = new (std::nothrow) kilat_linear;
   if (!out) return nullptr;
   Linear &w = out->linear;
-  w.dtype = dtype;
-  w.n = n;
-  w.k = k;
-  w.steps = dtype == KILAT_F32 ? k : (k + 1) / 2;
-  w.panels = (n + PANEL - 1) / PANEL;
-  w.panel_bytes = w.steps * PANEL * 4;
-  int64_t bias_bytes = bias ? w.panels * PANEL * 4 : 0;
-  w.bytes = w.panels * w.panel_bytes + bias_bytes;
+  lay_out(&w, dtype, n, k, bias != nullptr);
   Hold hold(cpu);
   out->memory = arena_get(&cpu->context.arena, w.bytes);
   if (!out->memory.data) {
     delete out;
     return nullptr;
   }
-  w.data = out->memory.data;
-  w.bias = bias ? reinterpret_cast<float *>(w.data + w.panels * w.panel_bytes) : nullptr;
-  for (int64_t i = 0; bias && i < w.panels * PANEL; i++) w.bias[i] = i < n ? bias_at(bias, dtype, i) : 0.0f;
+  place(&w, dtype, out->memory.data, bias);
   PackJob job = {&w, static_cast<const char *>(weight), stride};
   pool_run(cpu->context.pool, int(w.panels), pack_unit, &job);
   return out;
 }
 
+int64_t kilat_linear_size(int dtype, int64_t n, int64_t k, int has_bias) {
+  Linear w;
+  lay_out(&w, dtype, n, k, has_bias != 0);
+  return w.bytes;
+}
+
+kilat_linear *kilat_linear_pack_rows(kilat_cpu *cpu, int dtype, int64_t n, int64_t k, kilat_rows_fn rows, void *user,
+                                     const void *bias, void *memory) {
+  kilat_linear *out = new (std::nothrow) kilat_linear;
+  if (!out) return nullptr;
+  lay_out(&out->linear, dtype, n, k, bias != nullptr);
+  place(&out->linear, dtype, static_cast<char *>(memory), bias);
+  out->memory = {nullptr, nullptr};
+  Hold hold(cpu);
+  RowsJob job = {&cpu->context, &out->linear, rows, user, {false}};
+  pool_run(cpu->context.pool, int(out->linear.panels), pack_rows_unit, &job);
+  if (!job.failed) return out;
+  delete out;
+  return nullptr;
+}
+
 void kilat_linear_free(kilat_linear *w) {
   if (!w) return;
-  arena_put(w->memory);
+  if (w->memory.chunk) arena_put(w->memory);
   delete w;
 }
 

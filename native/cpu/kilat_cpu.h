@@ -59,6 +59,17 @@ KILAT_API const char *kilat_cpu_isa_name(int isa);
  * or if memory or threads are exhausted. */
 KILAT_API kilat_cpu *kilat_cpu_create(int threads, int isa);
 
+/* The largest calls that a caller is going to make: inputs of a linear, tokens of a call, keys that a token sees, logits of a row. */
+typedef struct kilat_most {
+  int64_t inputs, tokens, keys, vocab, n_q, n_kv, head_dim;
+} kilat_most;
+
+/* Take and touch all scratch memory that such calls need, so that they allocate nothing. Returns 0, or -1 when memory is exhausted. */
+KILAT_API int kilat_cpu_reserve(kilat_cpu *cpu, const kilat_most *most);
+
+/* Bytes of scratch memory now. */
+KILAT_API int64_t kilat_cpu_scratch_bytes(const kilat_cpu *cpu);
+
 /* Stop the threads and free everything but packed weights. In a forked child the threads do not exist and are not waited for. */
 KILAT_API void kilat_cpu_destroy(kilat_cpu *cpu);
 
@@ -66,6 +77,17 @@ KILAT_API void kilat_cpu_destroy(kilat_cpu *cpu);
  * NULL when memory is exhausted. A packed weight belongs to no kernel set and outlives the one that packed it. */
 KILAT_API kilat_linear *kilat_linear_pack(kilat_cpu *cpu, int dtype, const void *weight, int64_t stride, int64_t n, int64_t k,
                                 const void *bias);
+
+/* Writes rows first .. first + count - 1 of a weight into out [count, k] contiguous. Called from several threads at once. */
+typedef void (*kilat_rows_fn)(void *user, int64_t first, int64_t count, void *out);
+
+/* Bytes of a packed weight [n, k], a multiple of 64. */
+KILAT_API int64_t kilat_linear_size(int dtype, int64_t n, int64_t k, int has_bias);
+
+/* As kilat_linear_pack, with rows that are made as they are needed and into `memory`, which is the caller's: 64-byte aligned, of
+ * kilat_linear_size bytes, to be kept until kilat_linear_free. */
+KILAT_API kilat_linear *kilat_linear_pack_rows(kilat_cpu *cpu, int dtype, int64_t n, int64_t k, kilat_rows_fn rows, void *user,
+                                               const void *bias, void *memory);
 KILAT_API void kilat_linear_free(kilat_linear *w);
 KILAT_API int64_t kilat_linear_bytes(const kilat_linear *w);
 
