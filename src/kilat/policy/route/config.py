@@ -1,0 +1,34 @@
+"""Settings of a router."""
+
+from dataclasses import dataclass
+
+from kilat.base.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Weights and limits. Raises ConfigError.
+
+    dead_after_s         a worker that was not heard of for so long gets nothing
+    local_prompt_tokens  a prompt with at most so many tokens to compute may stay on a decode worker
+    session_steps        decode steps that one more session costs the others of its worker; how much load counts against cached pages
+    stall_share          part of the time of a prompt chunk that counts for each session decoding beside it
+    move_s, page_move_s  seconds to read pages from a peer: for each move, and for each page, until they have been measured
+    move_margin          moving must be estimated so many times cheaper than computing
+    """
+
+    dead_after_s: float = 5.0
+    local_prompt_tokens: int = 128
+    session_steps: float = 4.0
+    stall_share: float = 0.1
+    move_s: float = 0.005
+    page_move_s: float = 0.001
+    move_margin: float = 1.5
+
+    def __post_init__(self) -> None:
+        for name in ("dead_after_s", "move_margin"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, allowed above 0")
+        for name in ("local_prompt_tokens", "session_steps", "stall_share", "move_s", "page_move_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, allowed 0 or more")

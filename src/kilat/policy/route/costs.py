@@ -1,0 +1,94 @@
+"""Costs: seconds that a choice takes, out of measured rates."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kilat.policy.route.config import RouterConfig
+from kilat.policy.route.views import RouteRequest, WorkerView
+
+WEIGHT = 0.2
+"""Of the newest measurement in a moving average."""
+
+UNKNOWN_TOKENS_PER_S = 1000.0
+UNKNOWN_STEP_S = 0.05
+
+
+class LinkRate:
+    """Seconds to read pages from a peer, from what moves have taken."""
+
+    def __init__(self, move_s: float, page_move_s: float) -> None:
+        self.move_s = move_s
+        self.page_move_s = page_move_s
+
+    def measured(self, n_pages: int, seconds: float) -> None:
+        """A move of ``n_pages`` took ``seconds`` from the request for it to its end."""
+        if n_pages > 0 and seconds > 0:
+            value = max(seconds - self.move_s, seconds / 2) / n_pages
+            self.page_move_s += WEIGHT * (value - self.page_move_s)
+
+    def seconds(self, n_pages: int) -> float:
+        return self.move_s + n_pages * self.page_move_s if n_pages else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What the prompt costs on one worker: ``n_held`` pages are there, ``n_lent`` of the chain come from ``lend_from``, ``n_left``
+    tokens are computed. ``total_s`` is what choices are compared by: queue and computing by role share, and what it costs those
+    who decode there."""
+
+    n_held: int
+    n_lent: int
+    lend_from: str | None
+    n_left: int
+    queue_s: float
+    move_s: float
+    compute_s: float
+    total_s: float
+
+
+class Costs:
+    """Costs of one request on each of ``workers``. Rates that are not known count as the mean of the known ones."""
+
+    def __init__(
+        self, config: RouterConfig, link: LinkRate, request: RouteRequest, workers: Sequence[WorkerView]
+    ) -> None:
+        self.config = config
+        self.link = link
+        self.request = request
+        self._mean_rate = _mean([w.prefill_tokens_per_s for w in workers], UNKNOWN_TOKENS_PER_S)
+        self._mean_step_s = _mean([w.step_s for w in workers], UNKNOWN_STEP_S)
+
+    def prefill(self, w: WorkerView, n_held: int, peer: str | None, n_peer: int) -> Prefill:
+        """On ``w``, which holds ``n_held`` pages, while ``peer`` holds ``n_peer`` and could lend them."""
+        r = self.request
+        rate = w.prefill_tokens_per_s or self._mean_rate
+        n_lent, lend_from, move_s = 0, None, 0.0
+        if peer is not None and n_peer > n_held:
+            fetch_s = self.link.seconds(n_peer - n_held)
+            if fetch_s * self.config.move_margin < (n_peer - n_held) * r.page_tokens / rate:
+                n_lent, lend_from, move_s = n_peer, peer, fetch_s
+        n_left = max(r.n_prompt - max(n_held, n_lent) * r.page_tokens, 1)
+        queue_s, compute_s = w.queued_prompt_tokens / rate, n_left / rate
+        # a prompt for which a worker without the role was let through counts as if it had it
+        total_s = (queue_s + compute_s) / (w.prefill_weight or 1.0) + move_s
+        if n_left > self.config.local_prompt_tokens:
+            total_s += compute_s * self.config.stall_share * w.running
+        return Prefill(n_held, n_lent, lend_from, n_left, queue_s, move_s, compute_s, total_s)
+
+    def decode_s(self, w: WorkerView) -> float:
+        """What one more session costs on ``w``, by the sessions it has and its role share."""
+        step_s = w.step_s or self._mean_step_s
+        n = w.running + w.waiting
+        if w.max_running and n >= w.max_running:
+            n += n - w.max_running + w.max_running // 2  # it would wait for a place
+        return (n + 1) * self.config.session_steps * step_s / (w.decode_weight or 1.0)
+
+    def hand_over_s(self, n_held: int) -> float:
+        """Moving the prompt's pages to a decode worker that holds ``n_held`` of them."""
+        n_pages = -(-self.request.n_prompt // self.request.page_tokens)
+        return self.link.seconds(max(n_pages - n_held, 1))
+
+
+def _mean(values: Sequence[float], unknown: float) -> float:
+    known = [v for v in values if v > 0]
+    return sum(known) / len(known) if known else unknown

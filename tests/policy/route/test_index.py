@@ -1,0 +1,186 @@
+"""PrefixIndex against a model that keeps plain sets."""
+
+import os
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kilat.policy.route.index import PrefixIndex
+from kilat.wire.messages import PagesChanged
+
+pytestmark = pytest.mark.logic
+
+
+def chain(tag: str, n: int) -> list[bytes]:
+    return [f"{tag}{i:06}".encode() for i in range(n)]
+
+
+def told(index: PrefixIndex, worker: str, *messages: PagesChanged) -> list[bool]:
+    return [index.apply(worker, m) for m in messages]
+
+
+def plain_holders(held: dict[str, set[bytes]], names: list[bytes]) -> dict[str, int]:
+    out = {}
+    for worker, mine in held.items():
+        n = next((i for i, name in enumerate(names) if name not in mine), len(names))
+        if n:
+            out[worker] = n
+    return out
+
+
+def test_holders_are_the_longest_known_start_of_each_worker():
+    index = PrefixIndex()
+    a = chain("a", 10)
+    assert told(index, "w1", PagesChanged(0, a, [])) == [True]
+    assert told(index, "w2", PagesChanged(0, a[:4], [])) == [True]
+    told(index, "w3", PagesChanged(0, chain("b", 3), []))
+    assert index.holders(a) == {"w1": 10, "w2": 4}
+    assert index.holders(a[:3]) == {"w1": 3, "w2": 3}
+    assert index.holders([*a, b"more"]) == {"w1": 10, "w2": 4}
+    assert index.holders([b"unknown", *a]) == {}
+    assert index.holders([]) == {}
+
+
+def test_dropped_pages_are_held_no_more_and_the_evictor_is_remembered():
+    index = PrefixIndex()
+    a = chain("a", 5)
+    told(index, "w1", PagesChanged(0, a, []), PagesChanged(1, [], a[3:]))
+    assert index.holders(a) == {"w1": 3}
+    assert index.was_dropped(a[3]) == "w1"
+    assert index.was_dropped(a[0]) is None
+    told(index, "w2", PagesChanged(0, a, []))
+    assert index.was_dropped(a[3]) is None  # somebody holds it
+
+
+def test_only_so_many_evictions_are_remembered():
+    index = PrefixIndex(remember=2)
+    a = chain("a", 4)
+    told(index, "w1", PagesChanged(0, a, []), PagesChanged(1, [], a))
+    assert [index.was_dropped(name) for name in a] == [None, None, "w1", "w1"]
+
+
+def test_gap_asks_for_a_resync_and_changes_nothing_until_the_whole_list_comes():
+    index = PrefixIndex()
+    a, b = chain("a", 3), chain("b", 2)
+    assert told(index, "w1", PagesChanged(0, a, []), PagesChanged(2, b, [])) == [True, False]
+    assert index.is_behind("w1")
+    assert index.holders(b) == {}
+    assert index.holders(a) == {"w1": 3}  # the old knowledge stays a hint
+    assert told(index, "w1", PagesChanged(3, b, [], whole=True)) == [True]
+    assert not index.is_behind("w1")
+    assert index.holders(a) == {}
+    assert index.holders(b) == {"w1": 2}
+
+
+def test_an_unanswered_resync_is_asked_again_after_some_messages():
+    index = PrefixIndex(ask_every=4)
+    answers = told(index, "w1", *[PagesChanged(seq, [], []) for seq in range(5, 14)])
+    assert answers == [False, True, True, True, False, True, True, True, False]
+
+
+def test_a_worker_too_far_ahead_holds_nothing():
+    index = PrefixIndex(max_behind=10)
+    a = chain("a", 3)
+    told(index, "w1", PagesChanged(0, a, []), PagesChanged(9, [], []))
+    assert index.holders(a) == {"w1": 3}
+    told(index, "w1", PagesChanged(11, [], []))
+    assert index.holders(a) == {}
+    assert index.n_pages("w1") == 0
+
+
+def test_a_lost_last_message_is_found_by_the_number_in_the_status():
+    index = PrefixIndex()
+    a = chain("a", 3)
+    told(index, "w1", PagesChanged(0, a, []))
+    assert index.confirm("w1", 0)
+    assert not index.confirm("w1", 1)
+    assert not index.confirm("w1", 1)  # a later status asks again
+    told(index, "w1", PagesChanged(2, a[:1], [], whole=True))
+    assert index.confirm("w1", 2)
+    assert index.holders(a) == {"w1": 1}
+
+
+def test_doubled_and_late_messages_change_nothing():
+    index = PrefixIndex()
+    a = chain("a", 3)
+    told(index, "w1", PagesChanged(0, a, []), PagesChanged(1, [], a), PagesChanged(0, a, []))
+    assert index.holders(a) == {}
+    assert not index.is_behind("w1")
+
+
+def test_a_whole_list_older_than_a_seen_message_asks_again():
+    index = PrefixIndex()
+    a = chain("a", 3)
+    assert told(index, "w1", PagesChanged(5, [], [])) == [False]
+    assert told(index, "w1", PagesChanged(4, a, [], whole=True)) == [False]
+    assert index.is_behind("w1")
+    assert told(index, "w1", PagesChanged(6, a, [], whole=True)) == [True]
+
+
+def test_a_forgotten_worker_starts_from_nothing_and_its_place_is_used_again():
+    index = PrefixIndex()
+    a = chain("a", 3)
+    told(index, "w1", PagesChanged(0, a, []))
+    told(index, "w2", PagesChanged(0, a[:2], []))
+    index.forget("w1")
+    index.forget("w1")
+    assert index.holders(a) == {"w2": 2}
+    told(index, "w3", PagesChanged(0, a[:1], []))
+    assert index.holders(a) == {"w2": 2, "w3": 1}
+    assert told(index, "w1", PagesChanged(0, [], [])) == [True]
+    assert index.n_pages("w1") == 0
+
+
+# one step of a worker's cache: a chain (of two) grows to a depth or shrinks to it
+STEPS = st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 40), st.booleans()), max_size=40
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_random_changes_lost_messages_and_resyncs_agree_with_plain_sets(steps):
+    index = PrefixIndex()
+    held: dict[str, set[bytes]] = {}
+    seqs: dict[str, int] = {}
+    for worker, tag, depth, is_lost in steps:
+        mine, names = held.setdefault(worker, set()), chain(tag, 40)
+        stored = [n for n in names[:depth] if n not in mine]
+        dropped = [n for n in names[depth:] if n in mine]
+        mine.update(stored)
+        mine.difference_update(dropped)
+        seq = seqs[worker] = seqs.get(worker, -1) + 1
+        if is_lost:
+            continue
+        if not index.apply(worker, PagesChanged(seq, stored, dropped)):
+            seqs[worker] += 1
+            assert index.apply(worker, PagesChanged(seqs[worker], sorted(mine), [], whole=True))
+    for worker, seq in seqs.items():
+        if not index.confirm(worker, seq):
+            index.apply(worker, PagesChanged(seq + 1, sorted(held[worker]), [], whole=True))
+    for tag in "xy":
+        assert index.holders(chain(tag, 40)) == plain_holders(held, chain(tag, 40))
+
+
+def test_lookup_reads_few_names_of_a_long_chain():
+    """8,000 tokens of pages, 8 holders at different depths: counted, not timed, so that a busy machine cannot fail it."""
+
+    class Counting(dict):
+        n = 0
+
+        def get(self, *args):
+            Counting.n += 1
+            return super().get(*args)
+
+    index = PrefixIndex()
+    names = [os.urandom(16) for _ in range(512)]
+    for k in range(8):
+        told(index, f"w{k}", PagesChanged(0, names[: 60 * (k + 1)], []))
+    index._mask = Counting(index._mask)
+    begin = time.perf_counter()
+    holders = index.holders(names)
+    assert time.perf_counter() - begin < 0.05
+    assert holders == {f"w{k}": 60 * (k + 1) for k in range(8)}
+    assert Counting.n < 90
