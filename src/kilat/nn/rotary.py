@@ -25,16 +25,17 @@ class Rope:
 
 def cos_sin_table(rope: Rope, n_positions: int, device: torch.device) -> Tensor:
     """[n_positions, dim] fp32: dim / 2 cosines, then dim / 2 sines (arXiv:2104.09864). Frequencies and angles are fp32 products, as
-    in transformers: at long contexts the rounding of the angle is part of what a model was trained with."""
+    in transformers: at long contexts the rounding of the angle is part of what a model was trained with. The functions of them are
+    computed in fp64 and rounded once, so that the native runtime has the same bits without torch."""
     frequency, factor = inverse_frequencies(rope)
-    angle = torch.arange(n_positions, dtype=torch.float32)[:, None] * frequency[None, :]
-    return (torch.cat((angle.cos(), angle.sin()), dim=-1) * factor).to(device)
+    angle = (torch.arange(n_positions, dtype=torch.float32)[:, None] * frequency[None, :]).double()
+    return (torch.cat((angle.cos().float(), angle.sin().float()), dim=-1) * factor).to(device)
 
 
 def inverse_frequencies(rope: Rope) -> tuple[Tensor, float]:
     """(frequencies [dim / 2] fp32, factor on cos and sin). Raises ConfigError for a scaling type that is not known."""
     exponent = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
-    plain = 1.0 / (rope.theta**exponent)
+    plain = 1.0 / torch.tensor(rope.theta).double().pow(exponent.double()).float()
     kind = rope.scaling.get("type", "default")
     if kind == "default":
         return plain, 1.0
