@@ -33,7 +33,7 @@ ROOMS = {
     "quant": "base ops",
     "parallel": "base",
     "nn": "base ops quant parallel",
-    "models": "base nn",
+    "models": "base nn quant",
     "load": "base quant parallel",
     "engine": "base wire policy ops quant parallel nn models load",
     "kv": "base wire",

@@ -13,6 +13,7 @@ from kilat.base.errors import ModelFileError
 from kilat.base.gguf_header import GGML_TYPES, TensorInfo
 from kilat.load.gguf_config import config_of
 from kilat.load.gguf_names import hf_name, rotary_heads
+from kilat.quant.fp8_blocks import Fp8Weight
 from kilat.quant.gguf_blocks import dequantize_into, require_supported
 
 _READ_BYTES: Final = 4 << 20
@@ -65,6 +66,9 @@ class GgufWeights:
             half = info.shape[0] // heads // 2
             flat = flat.view(heads, half, 2, -1).transpose(1, 2).contiguous()
         return flat.view(info.shape)
+
+    def get_fp8(self, name: str) -> Fp8Weight | None:
+        return None
 
     def _read_into(self, flat: Tensor, info: TensorInfo) -> None:
         n_blocks = info.n_bytes // _block_bytes(info)

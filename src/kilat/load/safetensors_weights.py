@@ -12,6 +12,7 @@ from torch import Tensor
 from kilat.base.errors import ModelFileError
 from kilat.load.files import read_json
 from kilat.load.safetensors_header import Entry, read_header
+from kilat.quant.fp8_blocks import BLOCK, SCALE_SUFFIX, Fp8Weight, dequantize
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -19,6 +20,7 @@ MAX_SHARDS: Final = 4096
 # A shard is a file of this directory, never a path.
 _SHARD_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,240}\.safetensors", re.ASCII)
 _FLOATS: Final = ("F32", "F16", "BF16")
+_FP8: Final = "F8_E4M3"
 
 
 class SafetensorsWeights:
@@ -43,20 +45,46 @@ class SafetensorsWeights:
         return self._shapes
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        blocks = self.get_fp8(name)
+        if blocks is not None:
+            return dequantize(blocks, dtype)
+        entry = self._entry(name)
+        if entry.dtype not in _FLOATS:
+            raise ModelFileError(
+                f"tensor {name} is stored as {entry.dtype}; supported: {', '.join(_FLOATS)}, {_FP8} with {SCALE_SUFFIX} beside it. Use "
+                "an unquantized checkpoint or a GGUF file"
+            )
+        return self._read(name).to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def get_fp8(self, name: str) -> Fp8Weight | None:
+        entry, scale = self._entry(name), self._entries.get(name + SCALE_SUFFIX)
+        if entry.dtype != _FP8 or scale is None:
+            return None
+        if len(entry.shape) != 2 or scale.shape != tuple(-(-n // BLOCK) for n in entry.shape):
+            raise ModelFileError(
+                f"tensor {name} of {list(entry.shape)} has scales of {list(scale.shape)}, expected one for each block of {BLOCK} x {BLOCK}"
+            )
+        if scale.dtype not in _FLOATS:
+            raise ModelFileError(
+                f"tensor {name}{SCALE_SUFFIX} is stored as {scale.dtype}; supported: {', '.join(_FLOATS)}"
+            )
+        scales = self._read(name + SCALE_SUFFIX).to(torch.float32, copy=True)
+        return Fp8Weight(self._read(name).clone(memory_format=torch.contiguous_format), scales)
+
+    def _entry(self, name: str) -> Entry:
         entry = self._entries.get(name)
         if entry is None:
             raise ModelFileError(f"the checkpoint has no tensor {name}")
-        if entry.dtype not in _FLOATS:
-            raise ModelFileError(
-                f"tensor {name} is stored as {entry.dtype}; supported: {', '.join(_FLOATS)}. Use an unquantized checkpoint "
-                "or a GGUF file"
-            )
+        return entry
+
+    def _read(self, name: str) -> Tensor:
+        """The tensor as stored, which may lie in the mapped file."""
         shard = self._shard_of[name]
         try:
-            stored = self._open[shard].get_tensor(name)
+            stored: Tensor = self._open[shard].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelFileError(f"tensor {name} of {shard} cannot be read: {error}") from error
-        return stored.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return stored
 
     def close(self) -> None:
         # The library unmaps a file when its handle is gone.

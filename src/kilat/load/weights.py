@@ -9,6 +9,7 @@ from torch import Tensor
 from kilat.load.files import ModelFiles
 from kilat.load.gguf_weights import GgufWeights
 from kilat.load.safetensors_weights import SafetensorsWeights
+from kilat.quant.fp8_blocks import Fp8Weight
 
 
 class Weights(Protocol):
@@ -22,6 +23,10 @@ class Weights(Protocol):
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         """A new contiguous CPU tensor owned by the caller; raises ModelFileError (missing, damaged, format not supported)."""
+        ...
+
+    def get_fp8(self, name: str) -> Fp8Weight | None:
+        """The weight as it is stored, when that is in FP8 blocks; new CPU tensors owned by the caller. Raises as :meth:`get`."""
         ...
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from kilat.base.errors import ConfigError
 from kilat.models import llama, mistral, qwen2, qwen3
 from kilat.nn.decoder import DecoderConfig
+from kilat.quant.fp8_blocks import checkpoint_quant
 
 READERS: Mapping[str, Callable[[Mapping[str, object]], DecoderConfig]] = {
     "llama": llama.read_config,
@@ -15,12 +16,10 @@ READERS: Mapping[str, Callable[[Mapping[str, object]], DecoderConfig]] = {
 
 
 def read_config(raw: Mapping[str, object]) -> DecoderConfig:
-    """The decoder's config from a Hugging Face style ``raw`` config. Raises ConfigError for an architecture that is not known."""
+    """The decoder's config from a Hugging Face style ``raw`` config. Raises ConfigError for an architecture or a
+    way of storing weights that is not known."""
     kind = raw.get("model_type")
     if kind not in READERS:
         raise ConfigError(f"model_type {kind!r} is not supported; supported: {', '.join(sorted(READERS))}")
-    if raw.get("quantization_config") is not None:
-        raise ConfigError(
-            "the checkpoint has a quantization_config, which is not supported yet; use an unquantized checkpoint or a GGUF file"
-        )
-    return READERS[str(kind)](raw)
+    checkpoint_quant(raw)
+    return READERS[str(kind)]({key: value for key, value in raw.items() if key != "quantization_config"})

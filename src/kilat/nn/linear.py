@@ -1,10 +1,16 @@
-"""Linear layers: column-parallel (outputs divided over the mesh) and row-parallel (inputs divided, results summed)."""
+"""Linear layers: column-parallel (outputs divided over the mesh) and row-parallel (inputs divided, results summed).
+
+FP8 weights keep the blocks of the whole tensor in every share and under every fusion, where the edges are multiples of 128; elsewhere what
+is fused or cut is quantized after it.
+"""
 
 import torch
 from torch import Tensor
 
 from kilat.nn.build import Build
+from kilat.ops.fp8_linear import Fp8Weight, dequantize, quantize_weight
 from kilat.ops.linear import LinearWeight
+from kilat.quant.fp8_blocks import cut_columns, keeps_blocks, stack_rows
 
 
 def column_parallel(build: Build, parts: list[tuple[str, int]], n_in: int, *, bias: bool) -> LinearWeight:
@@ -12,13 +18,39 @@ def column_parallel(build: Build, parts: list[tuple[str, int]], n_in: int, *, bi
 
     The fused output of a rank is [its share of part 0, its share of part 1, ...].
     """
-    weights, biases = [], []
-    for name, n_out in parts:
-        rows = build.mesh.slice(n_out, f"outputs of {name}")
-        weights.append(build.take(f"{name}.weight", (n_out, n_in))[rows])
-        if bias:
-            biases.append(build.take(f"{name}.bias", (n_out,))[rows])
-    return build.kernels.pack_linear(torch.cat(weights), torch.cat(biases) if bias else None)
+    rows = [build.mesh.slice(n_out, f"outputs of {name}") for name, n_out in parts]
+    biases = [build.take(f"{n}.bias", (n_out,))[r] for (n, n_out), r in zip(parts, rows)] if bias else None
+    b = None if biases is None else torch.cat(biases)
+    if not build.fp8:
+        weights = [build.take(f"{n}.weight", (n_out, n_in))[r] for (n, n_out), r in zip(parts, rows)]
+        return build.kernels.pack_linear(torch.cat(weights), b)
+    found = [(f"{name}.weight", build.read_linear(f"{name}.weight", (n_out, n_in))) for name, n_out in parts]
+    if keeps_blocks(rows):
+        fused = stack_rows([_as_fp8(w) for _, w in found], rows)
+    else:
+        fused = quantize_weight(
+            torch.cat([_as_tensor(build, name, w)[r] for (name, w), r in zip(found, rows)])
+        )
+    # the first name stands for all that was fused
+    return _pack(build, f"{parts[0][0]}.weight", fused, b)
+
+
+def _as_fp8(w: Fp8Weight | Tensor) -> Fp8Weight:
+    return w if isinstance(w, Fp8Weight) else quantize_weight(w)
+
+
+def _as_tensor(build: Build, name: str, w: Fp8Weight | Tensor) -> Tensor:
+    """A weight that is to be quantized in blocks other than its own: in fp32 when it has been quantized before."""
+    if isinstance(w, Tensor):
+        return w
+    build.on_requantized(name)
+    return dequantize(w, torch.float32)
+
+
+def _pack(build: Build, name: str, w: Fp8Weight, bias: Tensor | None) -> LinearWeight:
+    packed = build.pack_fp8(w, bias)
+    build.on_weight(name, packed.n_bytes)
+    return packed
 
 
 class RowParallel:
@@ -26,9 +58,18 @@ class RowParallel:
 
     def __init__(self, build: Build, name: str, n_out: int, n_in: int, *, bias: bool) -> None:
         columns = build.mesh.slice(n_in, f"inputs of {name}")
-        weight = build.take(f"{name}.weight", (n_out, n_in))[:, columns]
         b = build.take(f"{name}.bias", (n_out,)) if bias else None
-        self.weight = build.kernels.pack_linear(weight, b if build.mesh.tp_rank == 0 else None)
+        b = b if build.mesh.tp_rank == 0 else None
+        if build.fp8:
+            w = build.read_linear(f"{name}.weight", (n_out, n_in))
+            if keeps_blocks([columns]):
+                share = cut_columns(_as_fp8(w), columns)
+            else:
+                share = quantize_weight(_as_tensor(build, f"{name}.weight", w)[:, columns])
+            self.weight = _pack(build, f"{name}.weight", share, b)
+        else:
+            weight = build.take(f"{name}.weight", (n_out, n_in))[:, columns]
+            self.weight = build.kernels.pack_linear(weight, b)
         self.mesh, self.kernels = build.mesh, build.kernels
 
     def __call__(self, x: Tensor) -> Tensor:
