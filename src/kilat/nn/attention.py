@@ -7,7 +7,7 @@ from torch import Tensor
 from kilat.nn.build import Build
 from kilat.nn.linear import RowParallel, column_parallel
 from kilat.ops.batch import StepBatch
-from kilat.ops.rope_write import Heads, QkNorm
+from kilat.ops.rope_write import Heads, KvScale, QkNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,10 @@ class AttentionConfig:
 
 
 class Attention:
-    """x [T, hidden] -> [T, hidden]; writes this layer's K and V of the step's tokens into ``kv`` [pages, 2, page_tokens, Hkv, D]."""
+    """x [T, hidden] -> [T, hidden]; writes this layer's K and V of the step's tokens into ``kv`` [pages, 2, page_tokens, Hkv, D].
+
+    ``kv_scale`` is set once, before the first step over e4m3 pages; None means pages of the model's dtype.
+    """
 
     def __init__(self, build: Build, name: str, config: AttentionConfig) -> None:
         c = config
@@ -41,10 +44,11 @@ class Attention:
             q = build.take(f"{name}.q_norm.weight", (c.head_dim,))
             k = build.take(f"{name}.k_norm.weight", (c.head_dim,))
             self.norm = QkNorm(q, k, c.qk_norm_eps)
+        self.kv_scale: KvScale | None = None
         self.window, self.scale, self.kernels = c.window, c.head_dim**-0.5, build.kernels
 
     def __call__(self, x: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch) -> Tensor:
         qkv = self.kernels.linear(x, self.qkv)
-        q = self.kernels.rope_write(qkv, cos_sin, kv, batch, self.heads, self.norm)
-        y = self.kernels.attention(q, kv, batch, scale=self.scale, window=self.window)
+        q = self.kernels.rope_write(qkv, cos_sin, kv, batch, self.heads, self.norm, self.kv_scale)
+        y = self.kernels.attention(q, kv, batch, scale=self.scale, window=self.window, kv_scale=self.kv_scale)
         return self.out(y)

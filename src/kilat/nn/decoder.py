@@ -10,6 +10,7 @@ from kilat.nn.build import Build
 from kilat.nn.mlp import GatedMlp
 from kilat.nn.rotary import Rope, cos_sin_table
 from kilat.ops.batch import StepBatch
+from kilat.ops.rope_write import KvScale
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,11 @@ class Decoder:
             )  # the kernel set keeps a packed copy beside the table
         self.cos_sin = cos_sin_table(c.rope, max_model_len, build.device)
         self.kernels = build.kernels
+
+    def scale_kv(self, scales: Sequence[KvScale]) -> None:
+        """From now on the pool is e4m3 with these scales, one a layer."""
+        for layer, scale in zip(self.layers, scales, strict=True):
+            layer.attention.kv_scale = scale
 
     def __call__(self, batch: StepBatch, kv: Tensor) -> Tensor:
         """Logits [S, vocab] of the tokens at ``batch.logits_at``, in the model's dtype."""
