@@ -13,7 +13,8 @@ class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``prompt_ids`` and ``output_ids`` are token ids; sample ``branch`` of ``params.n``. ``sampling.seed`` is always set. ``epoch`` grows
     each time the session changes hands. ``arrival_s`` is the gateway's clock and only orders waiting sessions of one worker.
     ``page_hashes`` name the full KV pages of ``prompt_ids + output_ids``, oldest first; the receiver uses those it holds and
-    recomputes the rest.
+    recomputes the rest. ``with_samples``: sample 0 has output, and the other samples of its request have not started; they go with it.
+    Without output they always do.
     """
 
     session_id: str
@@ -27,4 +28,11 @@ class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0
     arrival_s: float = 0.0
     page_hashes: list[bytes] = []
+    with_samples: bool = False
     version: int = SESSION_VERSION
+
+    @property
+    def n_sessions(self) -> int:
+        """Sessions that submitting this record starts: all samples of the request, or this one alone."""
+        alone = self.branch > 0 or (bool(self.output_ids) and not self.with_samples)
+        return 1 if alone else self.params.n

@@ -36,6 +36,8 @@ def test_sessions_and_tokens_are_counted():
         metrics.FINISHED_LENGTH: 3,
         metrics.FINISHED_ERROR: 1,
         metrics.FINISHED_ABORT: 1,
+        metrics.SESSIONS_DEPARTED: 0,
+        metrics.ARRIVED_TOKENS: 0,
         metrics.PROMPT_TOKENS: 3 + 2 + 1 + 3 + 1,
         metrics.OUTPUT_TOKENS: 0 + 6 + 0 + 1 + 4,
         metrics.PREFIX_QUERIED_TOKENS: 10,
@@ -56,11 +58,16 @@ def test_gauges_show_queue_and_pages():
         metrics.PAGES_FREE: 13,
         metrics.PAGES_USED: 3,
         metrics.PAGES_CACHED: 0,
+        metrics.PAGES_PINNED: 0,
     }
     assert rig.scheduler.gauges() == expected
     rig.run()
     after = {metrics.SESSIONS_RUNNING: 0, metrics.SESSIONS_WAITING: 0, metrics.PAGES_FREE: 12}
-    after |= {metrics.PAGES_USED: 0, metrics.PAGES_CACHED: 4}  # 12 tokens of "a", 4 of "b"
+    after |= {
+        metrics.PAGES_USED: 0,
+        metrics.PAGES_CACHED: 4,
+        metrics.PAGES_PINNED: 0,
+    }  # 12 tokens of "a", 4 of "b"
     assert rig.scheduler.gauges() == after
 
 

@@ -53,7 +53,7 @@ def test_pages_of_a_running_session_are_found_once_committed():
     rig = Rig(depth=2)
     rig.submit("a", PROMPT, max_tokens=20)
     rig.plan()  # in flight, nothing committed
-    rig.submit("b", PROMPT)
+    rig.submit("b", PROMPT, priority=1)  # does not wait for the pages of one of lower priority
     rig.plan()
     rig.commit()
     rig.submit("c", PROMPT)
@@ -105,10 +105,12 @@ def test_queried_and_hit_tokens_are_counted():
 
 
 def test_two_sessions_that_compute_the_same_page_keep_their_own():
-    rig = Rig()
-    a, b = rig.submit("a", PROMPT), rig.submit("b", PROMPT)  # start in the same step
-    rig.step()
-    rows = {r.session_id: list(r.pages) for r in rig.plans[0].rows}
+    rig = Rig(depth=2)
+    a = rig.submit("a", PROMPT)
+    rig.plan()
+    b = rig.submit("b", PROMPT, priority=1)  # waits for nobody
+    rig.plan()
+    rows = {r.session_id: list(r.pages) for p in rig.plans for r in p.rows}
     assert not set(rows["a"]) & set(rows["b"])
     rig.run()
     assert rig.output["a"] == rig.output["b"] == alone(a, 0, 128)[0] == alone(b, 0, 128)[0]

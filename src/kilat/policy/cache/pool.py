@@ -15,13 +15,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kilat.base.errors import EngineError
+from kilat.policy.cache.changes import PageChanges
 
 
 class PagePool:
     """Owners and content of ``n_pages`` pages of ``page_tokens`` tokens. Pure bookkeeping; not thread-safe.
 
     Owners release the pages of a chain together (``release`` goes from its end to its start), so the least recently used cached
-    page is always a leaf: its children are older and were evicted before.
+    page is always a leaf: its children are older and were evicted before. ``changes``, when somebody sets it, hears of every name that
+    enters or leaves the index.
     """
 
     def __init__(self, n_pages: int, page_tokens: int) -> None:
@@ -33,6 +35,7 @@ class PagePool:
         self._index: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._twins: dict[bytes, list[int]] = {}
+        self.changes: PageChanges | None = None
 
     @property
     def n_free(self) -> int:
@@ -57,7 +60,10 @@ class PagePool:
             page = self._free.pop()
         elif self._cached:
             page, _ = self._cached.popitem(last=False)
-            del self._index[self._hash_of.pop(page)]
+            name = self._hash_of.pop(page)
+            del self._index[name]
+            if self.changes is not None:
+                self.changes.drop(name)
         else:
             return None
         self._n_owners[page] = 1
@@ -108,6 +114,8 @@ class PagePool:
                 del self._cached[holder]
                 del self._hash_of[holder]
                 self._free.append(holder)
+            elif self.changes is not None:
+                self.changes.store(name)
             self._index[name] = page
         self._hash_of[page] = name
 
@@ -120,6 +128,14 @@ class PagePool:
                 break
             pages.append(page)
         return pages
+
+    def names(self) -> list[bytes]:
+        """All names that can be found, in no order."""
+        return list(self._index)
+
+    def is_private(self, page: int) -> bool:
+        """Whether used ``page`` has one owner and no hash: its owner may write it."""
+        return self._n_owners[page] == 1 and page not in self._hash_of
 
     def n_cached_of(self, pages: Iterable[int]) -> int:
         """How many of ``pages`` have no owner: sharing them takes that many from :attr:`n_available`."""

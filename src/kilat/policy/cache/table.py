@@ -53,11 +53,24 @@ class PageTable:
         twin.pages += [page for _, page in copies]
         return twin, copies
 
-    def release(self) -> None:
-        """Give all pages back. Lists handed out before keep their content: a plan that is still running may read one."""
-        self._pool.release(self.pages)
+    @classmethod
+    def over(cls, pool: PagePool, pages: Sequence[int]) -> "PageTable":
+        """A table that takes over one ownership of each of ``pages`` from whoever had it."""
+        table = cls(pool)
+        table.pages = list(pages)
+        return table
+
+    def surrender(self, n_pages: int) -> list[int]:
+        """The first ``n_pages`` pages, whose ownership goes to the caller; the others are given back and the table is empty."""
+        kept, rest = self.pages[:n_pages], self.pages[n_pages:]
+        self._pool.release(rest)
         self.pages = []
         self.n_sealed = 0
+        return kept
+
+    def release(self) -> None:
+        """Give all pages back. Lists handed out before keep their content: a plan that is still running may read one."""
+        self.surrender(0)
 
 
 def extend_chain(

@@ -56,19 +56,22 @@ class Door:
     model_id: str
     eos_ids: frozenset[int]
 
-    def open(self, record: SessionRecord, tenant: Tenant, number: int) -> list[Session]:
+    def open(
+        self, record: SessionRecord, tenant: Tenant, number: int, *, hand_over: bool = False
+    ) -> list[Session]:
         """The sessions of a checked record, sample 0 first; ``number`` is that of the first and orders equal arrivals.
 
-        A fresh request with n > 1 gives n sessions, all but the first HELD. A record that has output, or is sample k > 0, is that one
-        sample (adopted from another worker) and nothing else.
+        A fresh request with n > 1 gives n sessions, all but the first HELD; so does sample 0 that arrives with the samples it held
+        elsewhere. Any other record with output, or of sample k > 0, is that one sample and nothing else.
         """
         first = self._session(record, tenant, number)
-        if record.branch > 0 or record.output_ids:
-            return [first]
-        for k in range(1, record.params.n):
+        first.hand_over = hand_over
+        fresh = replace(record, output_ids=[], page_hashes=[], with_samples=False)
+        for k in range(1, record.n_sessions):
             sample = self._session(
-                replace(record, session_id=branch_id(record.session_id, k), branch=k), tenant, number + k
+                replace(fresh, session_id=branch_id(record.session_id, k), branch=k), tenant, number + k
             )
+            sample.hand_over = hand_over
             sample.state, sample.parent, sample.front = State.HELD, first, True
             first.held.append(sample)
         return [first, *first.held]
@@ -95,5 +98,6 @@ class Door:
             stop_ids=stop_ids,
             rank=(-record.priority, record.arrival_s, number),
             seq=len(record.output_ids),
+            front=bool(record.output_ids),
             prompt_logprobs=[None] if wants_prompt_logprobs else None,
         )

@@ -8,12 +8,17 @@ from kilat.policy.sched.roster import Roster
 from kilat.policy.sched.session import Session, State
 from kilat.policy.sched.waiting import turn
 
+MAX_ASIDE = 16
+"""Waiting sessions that one plan passes over because the pages they want are being computed."""
+
 
 class Draft:
     """Collects the rows of the next plan from the sessions of ``roster``. Used once: ``decode()``, ``prefill()``, ``plan()``.
 
     ``sessions`` are those of ``rows``, in the same order. ``resting``: a session that gets no row, so that the next plan can preempt
-    it. ``may_admit`` is off once pages have run out: whoever comes now would be in the way of those that run.
+    it. ``may_admit`` is off once pages have run out: whoever comes now would be in the way of those that run. ``aside``: waiting
+    sessions that will find more of their prompt in the cache a step later. ``sources``: chains that ``copies`` read from; the plan owns
+    them until it is committed, whatever becomes of their sessions.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -23,6 +28,8 @@ class Draft:
         self.sessions: list[Session] = []
         self.admitted: list[Admitted] = []
         self.copies: list[tuple[int, int]] = []
+        self.sources: list[list[int]] = []
+        self.aside: set[Session] = set()
         self.prefilling: list[Session] = []
         self.resting: Session | None = None
         self.may_admit = True
@@ -71,9 +78,13 @@ class Draft:
         return True
 
     def _victim(self, helped: Session) -> Session | None:
-        """The youngest session of the lowest priority that has nothing in flight; None when waiting for a commit is better."""
+        """The youngest session of the lowest priority that has pages and nothing in flight, one that is not running yet first; None when
+        waiting for a commit is better."""
         if self.roster.ghosts:
             return None  # their pages come back with the next commit
+        parked = self.roster.last_parked()
+        if parked is not None and parked.rank > helped.rank:
+            return parked
         running = self.roster.running
         for s in reversed(running):
             if s is helped:
@@ -99,7 +110,7 @@ class Draft:
             reverse=True,
         )
         while budget > 0:
-            head = self.roster.waiting.head() if self.may_admit else None
+            head = self._head() if self.may_admit else None
             if head is not None and (not started or turn(head) < turn(started[-1])):
                 table = self._admit(head)
                 if table is None:
@@ -133,47 +144,80 @@ class Draft:
 
     # -- admission ----------------------------------------------------------------------------------------------------------------
 
+    def _head(self) -> Session | None:
+        """The waiting session whose turn it is. One that a running session is computing the next page for is passed over: it takes
+        that page from the cache after the next commit instead of computing it too."""
+        waiting = self.roster.waiting
+        head = waiting.head(self.aside)
+        while head is not None and self._is_expecting(head):
+            self.aside.add(head)
+            head = waiting.head(self.aside) if len(self.aside) < MAX_ASIDE else None
+        return head
+
+    def _is_expecting(self, s: Session) -> bool:
+        """Whether a running session, of no lower priority, computes the first full page of ``s`` that the cache does not have."""
+        if s.table is not None or (s.parent is not None and s.parent.can_be_forked):
+            return False
+        ahead = [
+            r.chain
+            for r in self.roster.running
+            if r.root == s.root
+            and r.rank[0] <= s.rank[0]
+            and r.table is not None
+            and r.table.n_sealed < len(r.chain)
+            and r.n_computed < len(r.tokens) - 1
+        ]
+        if not ahead:
+            return False
+        n_hits = len(self._hits(s))
+        wanted = s.chain[n_hits] if n_hits < self._n_findable(s) else None
+        return any(wanted == chain[n_hits] for chain in ahead if n_hits < len(chain))
+
     def _admit(self, s: Session) -> PageTable | None:
         """Start a waiting session if a place is free and its tokens fit beside what the running sessions need; else None."""
         if len(self.roster.running) >= self.roster.config.max_running:
             return None
+        if s.table is not None:
+            return self._start(s, s.table, s.n_computed) if self._fits(s, len(s.table.pages)) else None
         parent = s.parent.table if s.parent is not None and s.parent.can_be_forked else None
-        hits = self._hits(s) if parent is None else []
-        n_have = len(hits) if parent is None else (s.n_prompt - 1) // self.page_tokens
-        n_taken = self._n_pages(s) - n_have + self.roster.pool.n_cached_of(hits)
-        if n_taken + self._reserve() > self.roster.pool.n_available:
-            return None
         if parent is None:
+            hits = self._hits(s)
+            if not self._fits(s, len(hits) - self.roster.pool.n_cached_of(hits)):
+                return None
             table, n_computed = PageTable(self.roster.pool, hits, len(hits)), len(hits) * self.page_tokens
         else:
-            forked = parent.fork(s.n_prompt - 1)
+            n_computed = s.n_prompt - 1
+            n_shared = n_computed // self.page_tokens
+            forked = parent.fork(n_computed) if self._fits(s, n_shared) else None
             if forked is None:
                 return None
-            table, n_computed = forked[0], s.n_prompt - 1
-            self.copies += forked[1]
+            table, copies = forked
+            if copies:
+                self.copies += copies
+                self.sources.append(parent.pages[: n_shared + 1])
         self._count(s, n_computed, forked=parent is not None)
+        return self._start(s, table, n_computed)
+
+    def _start(self, s: Session, table: PageTable, n_computed: int) -> PageTable:
         self.roster.start(s, table, n_computed)
         self.admitted.append(Admitted(s.id, list(s.tokens), s.n_prompt, s.params, s.seed))
         return table
 
+    def _fits(self, s: Session, n_have: int) -> bool:
+        """Whether the pool has what ``s`` needs beyond ``n_have`` pages, beside what the running sessions need."""
+        n_taken = -(-len(s.tokens) // self.page_tokens) - n_have
+        return n_taken + self.roster.n_promised() <= self.roster.pool.n_available
+
     def _hits(self, s: Session) -> list[int]:
-        """Pages that hold the start of the session's tokens. Its last token is never among them: computing it gives the logits."""
-        if not self.roster.config.prefix_cache or s.prompt_logprobs is not None:
-            return []
-        n_pages = (len(s.tokens) - 1) // self.page_tokens
+        """Pages that hold the start of the session's tokens."""
+        n_pages = self._n_findable(s)
         return self.roster.pool.match(s.name_pages(n_pages, self.page_tokens)[:n_pages])
 
-    def _reserve(self) -> int:
-        """Pages that the running sessions need for their known tokens, and one more for each: with less left, the next steps would
-        have to preempt somebody at once."""
-        return sum(
-            max(self._n_pages(s) - len(s.table.pages), 0) + 1
-            for s in self.roster.running
-            if s.table is not None
-        )
-
-    def _n_pages(self, s: Session) -> int:
-        return -(-len(s.tokens) // self.page_tokens)
+    def _n_findable(self, s: Session) -> int:
+        """Full pages that may come from the cache. The last token is never on them: computing it gives the logits."""
+        if not self.roster.config.prefix_cache or s.prompt_logprobs is not None:
+            return 0
+        return (len(s.tokens) - 1) // self.page_tokens
 
     def _count(self, s: Session, n_computed: int, *, forked: bool) -> None:
         """On first admission only: pages found again after a preemption are no success of the prefix cache."""

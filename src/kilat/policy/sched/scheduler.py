@@ -5,6 +5,9 @@
     commit(plan, result)-> the news of that step
     abort(ids)          -> the last events of those sessions
 
+Sessions and pages move between schedulers with freeze, take_frozen, depart, reserve, lend and submit(arrived). Pages that belong to no session
+are pinned: whoever got them from reserve, pin, lend or depart owns a pin of each until they go into submit, seal_arrived or unpin.
+
 What may not be added here: math, text, clocks, sockets, and rules about pages (policy/cache), turns (waiting.py) or rows (draft.py).
 """
 
@@ -17,18 +20,19 @@ from msgspec.structs import replace
 from kilat.base import metrics
 from kilat.base.errors import CapacityError, EngineError, NotFoundError, RequestError
 from kilat.base.ids import branch_id
+from kilat.policy.cache.changes import PageChanges
 from kilat.policy.sched.config import SchedulerConfig
 from kilat.policy.sched.door import Door, check_record
 from kilat.policy.sched.draft import Draft
+from kilat.policy.sched.moves import Arrived, Departed, usable
+from kilat.policy.sched.outcome import Outcome
 from kilat.policy.sched.pace import Pace
-from kilat.policy.sched.plan import Row, StepPlan, StepResult
+from kilat.policy.sched.plan import StepPlan, StepResult
 from kilat.policy.sched.roster import Roster
 from kilat.policy.sched.session import Session, State
-from kilat.wire.messages import SessionEvent, TokenLogprob
+from kilat.wire.messages import SessionEvent
 from kilat.wire.sampling import MAX_SAMPLES
 from kilat.wire.session import SessionRecord
-
-MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class _Flight:
 
     plan: StepPlan
     sessions: list[Session]
+    sources: list[list[int]]
     planned_s: float
     has_prefill: bool
 
@@ -52,17 +57,29 @@ class Scheduler:
         self._door = Door(config, model_id, frozenset(eos_ids))
         self._roster = Roster(config)
         self._pace = Pace(config.target_step_s)
+        self._outcome = Outcome(self._roster)
         self._in_flight: deque[_Flight] = deque()
         self._n_steps = 0
         self._n_numbered = 0
 
     # -- in and out -----------------------------------------------------------------------------------------------------------------
 
-    def submit(self, record: SessionRecord, now_s: float) -> None:
+    def submit(
+        self,
+        record: SessionRecord,
+        now_s: float,
+        arrived: Arrived | None = None,
+        *,
+        hand_over: bool = False,
+    ) -> None:
         """Queue a session; ``params.n`` samples come back as ``branch_id(id, k)``. Nothing is changed when it raises.
 
         A record with ``output_ids`` is adopted: it goes on after its last token, and its events count from ``seq`` =
-        ``len(output_ids)``. Raises RequestError (no seed, no prompt, id in use, already complete), LimitError (too long for the
+        ``len(output_ids)``. With ``arrived`` it need not compute those tokens; the pins of all those pages become the session's (what it
+        cannot use is given back), but stay the caller's when this raises. With ``hand_over`` it is frozen after the first token that
+        it samples here, unless that ends it.
+
+        Raises RequestError (no seed, no prompt, id in use, already complete), LimitError (too long for the
         model or the pool) and CapacityError (queue full; says when to come back).
         """
         roster = self._roster
@@ -73,12 +90,27 @@ class Scheduler:
                 f"{roster.n_queued:,} sessions are waiting, limit {self.config.max_waiting:,}: try again later",
                 retry_after_s=self._pace.retry_after_s(roster.n_queued),
             )
-        sessions = self._door.open(record, roster.tenants.find(record.tenant), self._n_numbered)
+        tenant = roster.tenants.find(record.tenant)
+        sessions = self._door.open(record, tenant, self._n_numbered, hand_over=hand_over)
         if any(s.id in roster.live for s in sessions):
             raise RequestError("a session with this id is live already; use a new id")
+        n_tokens, n_pages = usable(arrived, len(sessions[0].tokens), roster.pool) if arrived else (0, 0)
+        if arrived is not None:
+            roster.pins.give(arrived.pages)
         self._n_numbered += len(sessions)
         for s in sessions:
             roster.add(s)
+        if arrived is not None:
+            self._park(sessions[0], arrived.pages, n_tokens, n_pages)
+
+    def _park(self, s: Session, pages: list[int], n_tokens: int, n_pages: int) -> None:
+        """Give a new session what it can use of ``pages``; a session that must report its whole prompt can use none."""
+        if n_tokens == 0 or s.prompt_logprobs is not None:
+            n_tokens = n_pages = 0
+        self._roster.pool.release(pages[n_pages:])
+        if n_tokens:
+            self._roster.park(s, pages[:n_pages], n_tokens)
+            self._outcome.seal(s)
 
     def abort(self, session_ids: Iterable[str], now_s: float) -> list[SessionEvent]:
         """End sessions in any state; an id without ``#`` ends all samples of that request, ``id#0`` sample 0 alone. Unknown ids are
@@ -90,7 +122,9 @@ class Scheduler:
                 if "#" in session_id
                 else [branch_id(session_id, k) for k in range(MAX_SAMPLES)]
             )
-            events += [self._end(s, "abort") for s in map(self._roster.live.get, ids) if s is not None]
+            events += [
+                self._outcome.end(s, "abort") for s in map(self._roster.live.get, ids) if s is not None
+            ]
         if events:
             self._pace.finished(len(events), now_s)
         return events
@@ -101,11 +135,109 @@ class Scheduler:
         Sample 0 of a request whose other samples have not started yet stands for all of them: submitting its record elsewhere
         starts them there.
         """
+        s = self._find(session_id)
+        n_sealed = s.table.n_sealed if s.table is not None else 0
+        return replace(
+            s.record,
+            output_ids=s.tokens[s.n_prompt :],
+            page_hashes=s.chain[:n_sealed],
+            with_samples=bool(s.held),
+        )
+
+    def _find(self, session_id: str) -> Session:
         s = self._roster.live.get(session_id)
         if s is None:
             raise NotFoundError("no live session has this id")
-        n_sealed = s.table.n_sealed if s.table is not None else 0
-        return replace(s.record, output_ids=s.tokens[s.n_prompt :], page_hashes=s.chain[:n_sealed])
+        return s
+
+    # -- sessions on the move -------------------------------------------------------------------------------------------------------
+
+    def freeze(self, session_id: str) -> None:
+        """Plan no more rows of a session; it keeps its pages. Rows in flight still count, so it may yet end; if not,
+        :meth:`take_frozen` names it when they are back. Freezing it again changes nothing. Raises NotFoundError, also for a sample that
+        has not started: that one goes with sample 0."""
+        s = self._find(session_id)
+        if s.state is State.HELD:
+            raise NotFoundError("this sample has not started; it goes with sample 0")
+        if s.state is not State.FROZEN:
+            self._roster.freeze(s)
+
+    def take_frozen(self) -> list[str]:
+        """Ids of sessions that are frozen and have nothing in flight, each told once: they can depart."""
+        ready = [s for s in self._roster.frozen if s.n_flight == 0]
+        for s in ready:
+            self._roster.frozen.remove(s)
+        return [s.id for s in ready]
+
+    def depart(self, session_id: str) -> Departed:
+        """End a session here without an event; its pages, pinned, are the caller's. Samples it holds go with its record.
+
+        Raises NotFoundError (also for a sample that has not started) and, with nothing changed, EngineError while a row is in flight:
+        freeze it and wait for :meth:`take_frozen`.
+        """
+        s = self._find(session_id)
+        if s.state is State.HELD:
+            raise NotFoundError("this sample has not started; it goes with sample 0")
+        if s.n_flight:
+            raise EngineError("the session has a row in flight: freeze it first")
+        record = self.export(session_id)
+        pages = self._roster.depart(s, -(-s.n_computed // self.config.page_tokens))
+        return Departed(record, pages, s.n_computed if pages else 0)
+
+    def computed(self, session_id: str) -> tuple[int, list[int]]:
+        """(n, pages): the KV of a session's first n tokens is in these pages, as far as steps are committed. The pages are the session's:
+        :meth:`pin` those that a peer is told of. Raises NotFoundError."""
+        s = self._find(session_id)
+        if s.table is None:
+            return 0, []
+        return s.n_computed, s.table.pages[: -(-s.n_computed // self.config.page_tokens)]
+
+    # -- pages on the move ----------------------------------------------------------------------------------------------------------
+
+    def reserve(self, n_pages: int) -> list[int] | None:
+        """Pinned pages of undefined content, which no step reads or writes; None when the running sessions need them. May evict
+        cached pages."""
+        if n_pages + self._roster.n_promised() > self._roster.pool.n_available:
+            return None
+        return self._roster.pins.reserve(n_pages)
+
+    def unreserve(self, pages: Sequence[int]) -> None:
+        """:meth:`unpin` for reserved pages; nobody may write them any more."""
+        self.unpin(pages)
+
+    def pin(self, pages: Sequence[int]) -> None:
+        """Keep pages of a live session for a peer that reads them, whatever becomes of the session."""
+        self._roster.pins.pin(pages)
+
+    def unpin(self, pages: Sequence[int]) -> None:
+        """Give pins back, those of one chain in one call from its start. Raises EngineError, and nothing is changed, for a page without
+        pin."""
+        self._roster.pins.unpin(pages)
+
+    def lend(self, names: Sequence[bytes]) -> list[int]:
+        """Pin the longest known start of a chain of page names; full pages, which nobody writes any more."""
+        pages = self._roster.pool.match(names)
+        self._roster.pins.pin(pages)
+        return pages
+
+    def seal_arrived(self, pages: Sequence[int], names: Sequence[bytes]) -> None:
+        """Put full pages that were read from a peer into the index, and give up their pins: they are cached pages now, until somebody
+        uses them. Pages that were lent for the chain's start are unpinned after this. Without a prefix cache they become free."""
+        if self.config.prefix_cache:
+            for page, name in zip(pages, names, strict=True):
+                self._roster.pool.seal(page, name)
+        self._roster.pins.unpin(pages)
+
+    def watch_pages(self) -> PageChanges:
+        """From now on collect which page names can be found; the same collector each time."""
+        pool = self._roster.pool
+        if pool.changes is None:
+            pool.changes = PageChanges()
+        return pool.changes
+
+    def page_names(self) -> list[bytes]:
+        """All page names that can be found, in no order."""
+        return self._roster.pool.names()
 
     # -- a step ---------------------------------------------------------------------------------------------------------------------
 
@@ -116,16 +248,18 @@ class Scheduler:
                 f"{len(self._in_flight)} plans are outstanding, limit {self.config.depth}: commit one first"
             )
         draft = self._draft()
-        while not draft.rows and not self._in_flight and len(self._roster.running) > 1:
+        while not draft.rows and not self._in_flight and (victim := self._roster.in_the_way()) is not None:
             # Everybody waits for pages. Admission counts the pages of all known tokens, so this takes a step that gave sessions more
-            # tokens than one; the youngest must make room.
-            self._roster.preempt(self._roster.running[-1])
+            # tokens than one, or pages that arrived for sessions that cannot start; somebody must make room.
+            self._roster.preempt(victim)
             draft = self._draft()
         if not draft.rows:
             return None
         plan = draft.plan(self._n_steps)
         self._n_steps += 1
-        self._in_flight.append(_Flight(plan, draft.sessions, now_s, draft.has_prefill))
+        for chain in draft.sources:
+            self._roster.pins.pin(chain)
+        self._in_flight.append(_Flight(plan, draft.sessions, draft.sources, now_s, draft.has_prefill))
         return plan
 
     def _draft(self) -> Draft:
@@ -145,6 +279,8 @@ class Scheduler:
         if len(result.token_ids) != len(plan.rows):
             raise EngineError(f"the result has {len(result.token_ids)} rows, the plan {len(plan.rows)}")
         flight = self._in_flight.popleft()
+        for chain in flight.sources:
+            self._roster.pins.unpin(chain)
         self._pace.stepped(flight.planned_s, now_s, plan.n_tokens, prefill=flight.has_prefill)
         events = []
         n_finished = 0
@@ -154,109 +290,13 @@ class Scheduler:
                 if s.n_flight == 0:
                     self._roster.bury(s)
                 continue
-            event = self._commit_row(s, row, i, result)
+            event = self._outcome.row(s, row, i, result)
             if event is not None:
                 events.append(event)
                 n_finished += event.finish is not None
         if n_finished:
             self._pace.finished(n_finished, now_s)
         return events
-
-    def _commit_row(self, s: Session, row: Row, i: int, result: StepResult) -> SessionEvent | None:
-        if i in result.failed:
-            return self._end(s, "error", error=result.failed[i])
-        try:
-            s.n_computed = row.start + len(row.token_ids)
-            if row.prompt_logprobs and s.prompt_logprobs is not None:
-                s.prompt_logprobs += result.prompt_logprobs[i]
-            if not row.sample:
-                self._seal(s)
-                return None
-            ids, finish, stop_id = self._take_output(s, i, result)
-            logprobs = result.logprobs[i][: len(ids)] if s.params.logprobs is not None else None
-            self._seal(s)
-        except Exception as e:  # noqa: BLE001  (a result that breaks one session's state must not touch the others)
-            return self._end(
-                s, "error", error=f"the step's result could not be used ({type(e).__name__}: {e})"
-            )
-        self._roster.counts[metrics.OUTPUT_TOKENS] += len(ids)
-        if s.held:
-            self._roster.let_go(s)
-        if finish is not None:
-            return self._end(s, finish, ids, stop_id=stop_id, logprobs=logprobs)
-        return self._event(s, ids, logprobs=logprobs)
-
-    def _take_output(
-        self, s: Session, i: int, result: StepResult
-    ) -> tuple[list[int], str | None, int | None]:
-        ids = result.token_ids[i]
-        stopped = i in result.stopped
-        if not ids and not stopped:
-            raise EngineError("no token was sampled")
-        if any(type(token) is not int or not 0 <= token <= MAX_TOKEN_ID for token in ids):
-            raise EngineError("a sampled id is no token id")
-        if s.n_flight and len(ids) > 1:
-            raise EngineError("more than one token was sampled while the next step was planned for one")
-        taken, finish, stop_id = s.take_output(ids)
-        if stopped and finish != "stop":
-            finish = "stop"
-        return taken, finish, stop_id
-
-    def _seal(self, s: Session) -> None:
-        """Name the pages that this step has filled, so that others can find them."""
-        n_pages = s.n_computed // self.config.page_tokens
-        if s.table is not None and n_pages > s.table.n_sealed and self.config.prefix_cache:
-            s.table.seal(s.name_pages(n_pages, self.config.page_tokens), n_pages)
-
-    # -- events ---------------------------------------------------------------------------------------------------------------------
-
-    def _end(
-        self,
-        s: Session,
-        finish: str,
-        ids: Sequence[int] = (),
-        *,
-        stop_id: int | None = None,
-        logprobs: list[TokenLogprob] | None = None,
-        error: str | None = None,
-    ) -> SessionEvent:
-        """Finish a session; returns its last event."""
-        event = self._event(s, ids, finish=finish, stop_id=stop_id, logprobs=logprobs, error=error)
-        self._roster.finish(s, finish)
-        return event
-
-    def _event(
-        self,
-        s: Session,
-        ids: Sequence[int],
-        *,
-        finish: str | None = None,
-        stop_id: int | None = None,
-        logprobs: list[TokenLogprob] | None = None,
-        error: str | None = None,
-    ) -> SessionEvent:
-        seq = s.seq
-        s.seq += 1
-        n_hit = 0
-        prompt_logprobs = None
-        if not s.has_spoken:
-            s.has_spoken = True
-            n_hit = s.n_hit or 0
-            if finish in (None, "stop", "length"):
-                prompt_logprobs, s.prompt_logprobs = s.prompt_logprobs, None
-        return SessionEvent(
-            session_id=s.id,
-            epoch=s.record.epoch,
-            seq=seq,
-            token_ids=list(ids),
-            finish=finish,
-            stop_id=stop_id,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            cached_tokens=n_hit,
-            error=error,
-            error_code=EngineError.code if error is not None else None,
-        )
 
     # -- numbers --------------------------------------------------------------------------------------------------------------------
 
@@ -278,6 +318,7 @@ class Scheduler:
             metrics.PAGES_FREE: float(pool.n_free),
             metrics.PAGES_USED: float(pool.n_used),
             metrics.PAGES_CACHED: float(pool.n_cached),
+            metrics.PAGES_PINNED: float(self._roster.pins.n_pages),
         }
 
     def check(self) -> None:

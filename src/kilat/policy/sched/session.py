@@ -1,11 +1,12 @@
 """Session: one running sample and the numbers that say how far it is.
 
     HELD       sample k > 0 of a request, until sample 0 has computed the prompt
-    WAITING    in the queue, without pages
+    WAITING    in the queue; without pages, or with pages that arrived from a peer (it is parked)
     RUNNING    has a page table, gets rows
-    FINISHED   its last event is out; a row that is still in flight is dropped when it comes back
+    FROZEN     gets no rows any more, keeps its pages; a row that is still in flight counts when it comes back
+    FINISHED   its last event is out, or it has left; a row that is still in flight is dropped when it comes back
 
-    HELD -> WAITING <-> RUNNING, and from each of them to FINISHED. Only roster.py changes ``state``.
+    HELD -> WAITING <-> RUNNING, from WAITING and RUNNING to FROZEN, and from each of them to FINISHED. Only roster.py changes ``state``.
 
 Positions of a session, each at most the next (the last two may differ by one token that is being sampled):
 
@@ -29,6 +30,7 @@ class State(Enum):
     HELD = "held"
     WAITING = "waiting"
     RUNNING = "running"
+    FROZEN = "frozen"
     FINISHED = "finished"
 
 
@@ -38,7 +40,7 @@ class Session:
 
     ``n_min``, ``n_end``: a stop token counts from ``n_min`` tokens on, and with ``n_end`` tokens the session ends; both count the
     prompt. ``front``: goes before others of its priority, because its work was admitted once already. ``n_lost``: tokens whose KV a
-    preemption dropped. ``n_hit``: prompt tokens found in the prefix cache on first admission. ``prompt_logprobs``: those gathered so
+    preemption dropped. ``hand_over``: it is frozen after its first token. ``n_hit``: prompt tokens found in the prefix cache on first admission. ``prompt_logprobs``: those gathered so
     far, None when none are wanted (any more). ``chain``: hashes of full pages of ``tokens``, below ``root``. ``parent``: the sample whose prompt pages this one can share; ``held``: samples that
     wait for this one's prompt. ``rank`` orders running sessions: the last one is preempted first.
     """
@@ -63,6 +65,7 @@ class Session:
     front: bool = False
     n_lost: int = 0
     n_hit: int | None = None
+    hand_over: bool = False
     has_spoken: bool = False
     prompt_logprobs: list[TokenLogprob | None] | None = None
     parent: "Session | None" = None
@@ -78,9 +81,9 @@ class Session:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether a row may be planned for a token that is still being sampled: not when that token is certainly the last one, nor
-        with a grammar, whose state must see the token first."""
-        return self.n_planned + 1 < self.n_end and self.record.params.grammar is None
+        """Whether a row may be planned for a token that is still being sampled: not when that token is certainly the last one (here),
+        nor with a grammar, whose state must see the token first."""
+        return self.n_planned + 1 < self.n_end and self.record.params.grammar is None and not self.hand_over
 
     @property
     def can_be_forked(self) -> bool:

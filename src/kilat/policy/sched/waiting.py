@@ -1,7 +1,7 @@
 """The queue of waiting sessions, and the one order of all prefill work."""
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from kilat.policy.sched.fairness import Tenant
 from kilat.policy.sched.session import Session
@@ -45,6 +45,7 @@ class WaitingQueue:
             del self._lanes[key]
         self._n -= 1
 
-    def head(self) -> Session | None:
-        """The session whose turn it is; it stays in the queue."""
-        return min((lane[0] for lane in self._lanes.values()), key=turn, default=None)
+    def head(self, aside: Container[Session] = ()) -> Session | None:
+        """The session whose turn it is, those ``aside`` left out; it stays in the queue."""
+        firsts = (next((s for s in lane if s not in aside), None) for lane in self._lanes.values())
+        return min((s for s in firsts if s is not None), key=turn, default=None)
