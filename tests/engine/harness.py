@@ -7,7 +7,7 @@ from kilat.base import metrics
 from kilat.engine.core import Engine, EngineInfo
 from kilat.engine.device_runner import DeviceLimits, DeviceRunner
 from kilat.engine.grammar import GrammarCompiler
-from kilat.engine.kv_memory import KvLayout, allocate_pool
+from kilat.engine.kv_memory import PageMemory, page_layout
 from kilat.engine.runner import HostRunner
 from kilat.engine.sampler import Sampler
 from kilat.ops import kernels as reference_kernels
@@ -52,10 +52,11 @@ def make_engine(
     grammar=False,
     runner="host",
     max_waiting=10_000,
+    shared=False,
 ) -> Engine:
     """An engine over ``model`` with a pool of ``n_pages``; ``runner`` "device" is the CUDA runner, here on the CPU."""
     a = model.config.attention[0]
-    layout = KvLayout(len(model.layers), page_tokens, a.n_kv, a.head_dim, model.embedding.dtype)
+    layout = page_layout(len(model.layers), page_tokens, a.n_kv, a.head_dim, model.embedding.dtype, "tiny")
     max_len = min(model.config.max_positions, n_pages * page_tokens)
     config = SchedulerConfig(
         n_pages=n_pages,
@@ -71,7 +72,8 @@ def make_engine(
     grammars = GrammarCompiler(byte_tokenizer_json(), model.config.vocab_size, (EOS,)) if grammar else None
     sampler = Sampler(model.kernels, (EOS,))
     device = model.embedding.device
-    pool = allocate_pool(layout, n_pages + 1, device)
+    pages = PageMemory(layout, n_pages, device, shared=shared)
+    pool = pages.kv
     matcher_of = grammars.ready if grammars else None
     if runner == "device":
         limits = DeviceLimits(page_tokens, seqs, max_len, scratch_page=n_pages)
@@ -90,7 +92,7 @@ def make_engine(
         "reference",
         {},
     )
-    return Engine(info, scheduler, runs, grammars, depth=depth)
+    return Engine(info, scheduler, runs, pages, grammars, depth=depth)
 
 
 def record(session_id: str, prompt: list[int], **params) -> SessionRecord:

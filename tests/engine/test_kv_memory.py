@@ -1,19 +1,73 @@
 """Sizes of pages and of the pool, and the ledger."""
 
+import mmap
+import os
+
 import pytest
 import torch
 
 from kilat.base.errors import ConfigError
-from kilat.engine.kv_memory import KvLayout, Ledger, allocate_pool, choose_pages
+from kilat.engine.kv_memory import Ledger, PageMemory, choose_pages, page_layout
 
 pytestmark = pytest.mark.cpu
-LAYOUT = KvLayout(layers=3, page_tokens=16, kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+LAYOUT = page_layout(3, 16, 2, 8, torch.bfloat16, "m")
+CPU = torch.device("cpu")
 
 
 def test_page_bytes_are_the_bytes_of_one_page_of_the_pool():
-    pool = allocate_pool(LAYOUT, 5, torch.device("cpu"))
-    assert pool[0].numel() * pool.element_size() == LAYOUT.page_bytes
-    assert pool[3].is_contiguous()
+    kv = PageMemory(LAYOUT, 5, CPU).kv
+    assert kv[0].numel() * kv.element_size() == LAYOUT.page_bytes
+    assert kv[3].is_contiguous()
+    assert kv.shape == (6, 3, 2, 16, 2, 8)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_view_is_the_memory_of_the_pages_that_may_be_moved(shared):
+    pages = PageMemory(LAYOUT, 5, CPU, shared=shared)
+    assert not pages.kv.any()
+    assert pages.view.shape == (5, LAYOUT.page_bytes)
+    pages.view[2] = pages.view[4] = 0x3F
+    pages.view[4, -1] = 7
+    assert (pages.kv[2].view(torch.uint8) == 0x3F).all()
+    assert not pages.kv[[0, 1, 3, 5]].any()
+    assert pages.kv[4].view(torch.uint8).flatten()[-1] == 7
+    pages.close()
+
+
+def test_another_mapping_of_a_shared_pool_sees_the_pages():
+    pages = PageMemory(LAYOUT, 5, CPU, shared=True)
+    with mmap.mmap(pages.fd, pages.n_bytes) as peer:
+        pages.kv[3, 0, 0, 0, 0, 0] = 1.0
+        at = 3 * LAYOUT.page_bytes
+        assert peer[at : at + 2] == b"\x80\x3f"
+        peer[at : at + 2] = b"\x00\x40"
+    assert pages.kv[3, 0, 0, 0, 0, 0] == 2.0
+    pages.close()
+
+
+def test_a_closed_pool_is_no_longer_shared_but_still_there():
+    pages = PageMemory(LAYOUT, 5, CPU, shared=True)
+    fd = pages.fd
+    pages.close()
+    pages.close()
+    assert pages.fd is None
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    pages.kv[4] = 1.0
+    assert pages.view[4].any()
+
+
+def test_a_private_pool_has_no_file():
+    assert PageMemory(LAYOUT, 5, CPU).fd is None
+
+
+def test_only_the_host_has_a_shared_pool():
+    with pytest.raises(ConfigError, match="needs the CPU"):
+        PageMemory(LAYOUT, 5, torch.device("meta"), shared=True)
+
+
+def test_the_layout_names_dtype_and_model():
+    assert (LAYOUT.dtype, LAYOUT.model, LAYOUT.page_bytes) == ("bfloat16", "m", 3 * 2 * 16 * 2 * 8 * 2)
 
 
 def test_asked_bytes_are_used_up_but_not_exceeded():

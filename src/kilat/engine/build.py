@@ -1,7 +1,7 @@
 """Builds an engine: config and weights in, a running :class:`Engine` out. The only place where all rooms meet."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from kilat.engine.config import EngineConfig
 from kilat.engine.core import Engine, EngineInfo
 from kilat.engine.device_runner import DeviceLimits, DeviceRunner
 from kilat.engine.grammar import GrammarCompiler
-from kilat.engine.kv_memory import KvLayout, Ledger, allocate_pool, choose_pages, free_bytes
+from kilat.engine.kv_memory import Ledger, PageMemory, choose_pages, free_bytes, page_layout
 from kilat.engine.runner import HostRunner, Runner
 from kilat.engine.sampler import Sampler
 from kilat.load.config import read_config as read_raw_config
@@ -28,6 +28,7 @@ from kilat.ops.kernels import Kernels
 from kilat.parallel.mesh import Mesh
 from kilat.policy.sched.config import SchedulerConfig
 from kilat.policy.sched.scheduler import Scheduler
+from kilat.wire.kv import KvLayout
 
 DEFAULT_STEP_TOKENS = 2048
 DEFAULT_MAX_MODEL_LEN = 32_768
@@ -64,7 +65,9 @@ def build_engine(
     choices = _choose(config, raw, decoder)
     ledger = Ledger()
     model = _load_model(files, config, decoder, choices, ledger, on_weight)
-    layout = kv_layout(decoder, config.page_tokens, choices.dtype)
+    # pages of another dtype, kernel set or page size hold other bits: they must not share a name
+    name = f"{config.model_id}/{choices.dtype}/{choices.kernels.name}/{config.page_tokens}"
+    layout = kv_layout(decoder, config.page_tokens, choices.dtype, name)
     n_pages = choose_pages(
         layout,
         asked_bytes=config.kv_cache_bytes,
@@ -72,9 +75,9 @@ def build_engine(
         sessions=config.max_num_seqs,
         max_model_len=choices.max_model_len,
     )
-    # one page more than the scheduler may give away: rows that only fill up a graph's bucket write there
-    pool = allocate_pool(layout, n_pages + 1, choices.device)
-    ledger.add("pages", (n_pages + 1) * layout.page_bytes)
+    # the page that no session owns: rows that only fill up a graph's bucket write there
+    pages = PageMemory(layout, n_pages, choices.device, shared=config.shared_pool)
+    ledger.add("pages", pages.n_bytes)
     grammars = (
         GrammarCompiler(tokenizer_json, decoder.vocab_size, generation.eos_ids) if tokenizer_json else None
     )
@@ -85,9 +88,9 @@ def build_engine(
         limits = DeviceLimits(
             config.page_tokens, config.max_num_seqs, choices.max_model_len, scratch_page=n_pages
         )
-        runner = DeviceRunner(model, pool, limits, sampler, matcher_of)
+        runner = DeviceRunner(model, pages.kv, limits, sampler, matcher_of)
     else:
-        runner = HostRunner(model, pool, config.page_tokens, sampler, matcher_of, choices.depth)
+        runner = HostRunner(model, pages.kv, config.page_tokens, sampler, matcher_of, choices.depth)
     info = EngineInfo(
         model_id=config.model_id,
         max_model_len=choices.max_model_len,
@@ -100,8 +103,8 @@ def build_engine(
         kernels=f"{choices.kernels.name}: {choices.kernels.why}",
         ledger_bytes=ledger.owners,
     )
-    scheduler = _scheduler(config, choices, n_pages, generation.eos_ids)
-    return Engine(info, scheduler, runner, grammars, depth=choices.depth)
+    scheduler = Scheduler(_limits(config, choices, n_pages), model_id=name, eos_ids=generation.eos_ids)
+    return Engine(info, scheduler, runner, pages, grammars, depth=choices.depth)
 
 
 def _choose(config: EngineConfig, raw: Mapping[str, object], decoder: DecoderConfig) -> _Choices:
@@ -120,8 +123,8 @@ def _choose(config: EngineConfig, raw: Mapping[str, object], decoder: DecoderCon
     )
 
 
-def _scheduler(config: EngineConfig, choices: _Choices, n_pages: int, eos_ids: Sequence[int]) -> Scheduler:
-    settings = SchedulerConfig(
+def _limits(config: EngineConfig, choices: _Choices, n_pages: int) -> SchedulerConfig:
+    return SchedulerConfig(
         n_pages=n_pages,
         page_tokens=config.page_tokens,
         max_model_len=choices.max_model_len,
@@ -132,9 +135,6 @@ def _scheduler(config: EngineConfig, choices: _Choices, n_pages: int, eos_ids: S
         depth=choices.depth,
         target_step_s=choices.target_step_s,
     )
-    # pages of another dtype, kernel set or page size hold other bits: they must not share a name
-    name = f"{config.model_id}/{choices.dtype}/{choices.kernels.name}/{config.page_tokens}"
-    return Scheduler(settings, model_id=name, eos_ids=eos_ids)
 
 
 def choose_device(asked: str) -> torch.device:
@@ -187,10 +187,10 @@ def choose_max_model_len(asked: int | None, positions: int) -> int:
     return asked
 
 
-def kv_layout(decoder: DecoderConfig, page_tokens: int, dtype: torch.dtype) -> KvLayout:
-    """Layout of a page for this model."""
+def kv_layout(decoder: DecoderConfig, page_tokens: int, dtype: torch.dtype, model: str) -> KvLayout:
+    """Layout of a page for this model; ``model`` is the name that page hashes start from."""
     a = decoder.attention[0]
-    return KvLayout(len(decoder.attention), page_tokens, a.n_kv, a.head_dim, dtype)
+    return page_layout(len(decoder.attention), page_tokens, a.n_kv, a.head_dim, dtype, model)
 
 
 def _load_model(

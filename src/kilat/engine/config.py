@@ -28,6 +28,7 @@ class EngineConfig:
     dummy_weights   random weights in the shapes of the config: for measurements without a checkpoint
     max_waiting     sessions that may queue before new ones are refused
     depth           steps in flight: 2 plans a step while the one before runs; None: 2 on CUDA, 1 on the CPU, where both share the cores
+    shared_pool     keep the CPU's pages in a memory file that other processes of this host can map
     target_step_s   while sessions decode, a step's prefill share is what this leaves, so that a long prompt does not freeze them;
                     None: 0.02 on CUDA, 0.2 on the CPU
     """
@@ -51,6 +52,7 @@ class EngineConfig:
     device: str = "auto"
     deterministic: bool = False
     dummy_weights: bool = False
+    shared_pool: bool = False
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)

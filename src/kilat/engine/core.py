@@ -5,7 +5,7 @@ What may not be added here: a decision (policy/sched), math (models, ops), text 
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -13,7 +13,10 @@ from kilat.base import metrics
 from kilat.base.errors import CapacityError, EngineError, KilatError, RequestError
 from kilat.base.ids import branch_id
 from kilat.engine.grammar import COMPILE_LIMIT_S, GrammarCompiler, Matcher
+from kilat.engine.kv_memory import PageMemory
 from kilat.engine.runner import Flying, Runner
+from kilat.policy.cache.changes import PageChanges
+from kilat.policy.sched.moves import Arrived, Departed
 from kilat.policy.sched.plan import StepPlan
 from kilat.policy.sched.scheduler import Scheduler
 from kilat.wire.messages import SessionEvent
@@ -39,11 +42,14 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class _Compiling:
-    """A session that waits for its grammar."""
+    """A session that waits for its grammar. ``arrived`` pages stay pinned for it. ``frozen``: it will go on elsewhere."""
 
     record: SessionRecord
+    arrived: Arrived | None
+    hand_over: bool
     future: "Future[Matcher]"
     since_s: float
+    frozen: bool = False
 
 
 class Engine:
@@ -57,6 +63,7 @@ class Engine:
         info: EngineInfo,
         scheduler: Scheduler,
         runner: Runner,
+        pages: PageMemory,
         grammars: GrammarCompiler | None,
         *,
         depth: int = 1,
@@ -65,19 +72,26 @@ class Engine:
         self.info = info
         self.scheduler = scheduler
         self.runner = runner
+        self.pages = pages
         self.grammars = grammars
         self.step_count = 0
         self._depth = depth
         self._now = now
         self._flying: deque[tuple[StepPlan, Flying]] = deque()
         self._compiling: dict[str, _Compiling] = {}
+        self._frozen: list[str] = []
         self._step_s = 0.0
 
     # -- requests -------------------------------------------------------------------------------------------------------------------
 
-    def submit(self, record: SessionRecord) -> None:
-        """Take a session. Raises RequestError, LimitError or CapacityError; a grammar is compiled behind this call, and when it is
-        bad the session ends with an error event."""
+    def submit(
+        self, record: SessionRecord, arrived: Arrived | None = None, *, hand_over: bool = False
+    ) -> None:
+        """Take a session, perhaps with pages, perhaps only up to its first token (see ``Scheduler.submit``).
+
+        Raises RequestError, LimitError or CapacityError, and then arrived pages stay the caller's. A grammar is compiled behind this
+        call, and when it is bad the session ends with an error event.
+        """
         check(record.params, vocab_size=self.info.vocab_size)
         for token in record.prompt_ids:
             if not 0 <= token < self.info.vocab_size:
@@ -85,7 +99,7 @@ class Engine:
                     f"token id {token} in the prompt, allowed 0 to {self.info.vocab_size - 1}", param="prompt"
                 )
         if record.params.grammar is None:
-            self.scheduler.submit(record, self._now())
+            self.scheduler.submit(record, self._now(), arrived, hand_over=hand_over)
             return
         if self.grammars is None:
             raise RequestError(
@@ -99,7 +113,7 @@ class Engine:
                 f"{len(self._compiling):,} sessions wait for their grammars, limit {limit:,}: try again later"
             )
         future = self.grammars.compile(record.params.grammar)
-        self._compiling[record.session_id] = _Compiling(record, future, self._now())
+        self._compiling[record.session_id] = _Compiling(record, arrived, hand_over, future, self._now())
 
     def abort(self, session_ids: Iterable[str]) -> list[SessionEvent]:
         """Stop sessions in any state; their last events come back. Unknown ids are ignored."""
@@ -108,10 +122,76 @@ class Engine:
         for session_id in session_ids:
             waiting = self._compiling.pop(session_id, None)
             if waiting is not None:
-                events += _ends(waiting.record, "abort")
+                events += self._drop(waiting, "abort")
             else:
                 rest.append(session_id)
         return events + self.scheduler.abort(rest, self._now())
+
+    # -- sessions and pages on the move: ``kilat.policy.sched.scheduler.Scheduler`` says what each does, may be given and raises ------
+    # The thread that owns the engine calls them between steps, with steps in flight or without.
+
+    def freeze(self, session_id: str) -> None:
+        """``Scheduler.freeze``; a session that waits for its grammar is frozen at once."""
+        waiting = self._compiling.get(session_id)
+        if waiting is None:
+            self.scheduler.freeze(session_id)
+        elif not waiting.frozen:
+            waiting.frozen = True
+            self._frozen.append(session_id)
+
+    def take_frozen(self) -> list[str]:
+        """``Scheduler.take_frozen``: sessions that can :meth:`depart` now. Send the events of earlier steps before their records."""
+        ready, self._frozen = [s for s in self._frozen if s in self._compiling], []
+        return ready + self.scheduler.take_frozen()
+
+    def export(self, session_id: str) -> SessionRecord:
+        """``Scheduler.export``: the record of a session that keeps running here."""
+        waiting = self._compiling.get(session_id)
+        return waiting.record if waiting else self.scheduler.export(session_id)
+
+    def depart(self, session_id: str) -> Departed:
+        """``Scheduler.depart``: end it here without an event; its pages are the caller's until :meth:`unpin`."""
+        waiting = self._compiling.pop(session_id, None)
+        if waiting is None:
+            return self.scheduler.depart(session_id)
+        pages, n_tokens = (waiting.arrived.pages, waiting.arrived.n_tokens) if waiting.arrived else ([], 0)
+        return Departed(waiting.record, pages, n_tokens)
+
+    def computed(self, session_id: str) -> tuple[int, list[int]]:
+        """``Scheduler.computed``: how many tokens have their KV in which pages; 0 while it waits for its grammar."""
+        return (0, []) if session_id in self._compiling else self.scheduler.computed(session_id)
+
+    def reserve(self, n_pages: int) -> list[int] | None:
+        """``Scheduler.reserve``: pages to read into; write them through :attr:`pages`."""
+        return self.scheduler.reserve(n_pages)
+
+    def unreserve(self, pages: Sequence[int]) -> None:
+        """``Scheduler.unreserve``, when nothing can write them any more."""
+        self.scheduler.unreserve(pages)
+
+    def pin(self, pages: Sequence[int]) -> None:
+        """``Scheduler.pin``: keep pages of :meth:`computed` for a peer."""
+        self.scheduler.pin(pages)
+
+    def unpin(self, pages: Sequence[int]) -> None:
+        """``Scheduler.unpin``."""
+        self.scheduler.unpin(pages)
+
+    def lend(self, names: Sequence[bytes]) -> list[int]:
+        """``Scheduler.lend``: pin the known start of a chain."""
+        return self.scheduler.lend(names)
+
+    def seal_arrived(self, pages: Sequence[int], names: Sequence[bytes]) -> None:
+        """``Scheduler.seal_arrived``: full pages that were read become cached ones."""
+        self.scheduler.seal_arrived(pages, names)
+
+    def watch_pages(self) -> PageChanges:
+        """``Scheduler.watch_pages``: the collector of changes of the index."""
+        return self.scheduler.watch_pages()
+
+    def page_names(self) -> list[bytes]:
+        """``Scheduler.page_names``: everything that can be found."""
+        return self.scheduler.page_names()
 
     # -- the loop -------------------------------------------------------------------------------------------------------------------
 
@@ -131,14 +211,14 @@ class Engine:
             events += self.scheduler.commit(done, flying.result(), self._now())
             self.step_count += 1
             self._step_s += self._now() - begin
-        elif plan is None and self._compiling:
+        elif plan is None:
             self._await_compile()
         return events
 
     def _await_compile(self) -> None:
         """Nothing runs: give the compiling threads a moment instead of spinning."""
-        first = next(iter(self._compiling.values()))
-        if not first.future.done():
+        first = next((c for c in self._compiling.values() if not c.frozen), None)
+        if first is not None and not first.future.done():
             time.sleep(0.001)
 
     def _take_compiled(self) -> list[SessionEvent]:
@@ -146,7 +226,7 @@ class Engine:
         events = []
         for session_id, c in list(self._compiling.items()):
             late = self._now() - c.since_s > COMPILE_LIMIT_S
-            if not c.future.done() and not late:
+            if c.frozen or (not c.future.done() and not late):
                 continue
             del self._compiling[session_id]
             try:
@@ -156,17 +236,24 @@ class Engine:
                         param="grammar",
                     )
                 c.future.result()
-                self.scheduler.submit(c.record, self._now())
+                self.scheduler.submit(c.record, self._now(), c.arrived, hand_over=c.hand_over)
             except KilatError as e:
-                events += _ends(c.record, "error", e)
+                events += self._drop(c, "error", e)
             except Exception as e:  # noqa: BLE001  (whatever the library raises, only this session may fail)
                 failure = EngineError(f"the grammar could not be compiled: {type(e).__name__}")
-                events += _ends(c.record, "error", failure)
+                events += self._drop(c, "error", failure)
         return events
+
+    def _drop(self, c: _Compiling, finish: str, error: KilatError | None = None) -> list[SessionEvent]:
+        """Give back what a session that never ran was given; its last events."""
+        if c.arrived is not None:
+            self.scheduler.unpin(c.arrived.pages)
+        return _ends(c.record, finish, error)
 
     def close(self) -> None:
         """Stop the threads. Running sessions are dropped without events."""
         self.runner.close()
+        self.pages.close()
         if self.grammars is not None:
             self.grammars.close()
 
@@ -189,16 +276,15 @@ class Engine:
 
 def _ends(record: SessionRecord, finish: str, error: KilatError | None = None) -> list[SessionEvent]:
     """The only events of a request that never ran, one for each of its samples."""
-    alone = record.branch > 0 or record.output_ids  # it was adopted: one sample and nothing else
     return [
         SessionEvent(
             branch_id(record.session_id, k),
             record.epoch,
-            len(record.output_ids),
+            len(record.output_ids) if k == 0 else 0,
             [],
             finish=finish,
             error=error.message if error else None,
             error_code=error.code if error else None,
         )
-        for k in range(1 if alone else record.params.n)
+        for k in range(record.n_sessions)
     ]

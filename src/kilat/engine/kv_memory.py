@@ -1,27 +1,24 @@
 """The page pool's memory and the ledger of who holds how many bytes."""
 
-from dataclasses import dataclass
+import mmap
+import os
 
 import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 from kilat.base.errors import ConfigError
+from kilat.wire.kv import KvLayout
 
 
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """Shape of a page: [layers, 2, page_tokens, kv_heads, head_dim] of ``dtype``, contiguous, so one span moves it."""
-
-    layers: int
-    page_tokens: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def page_bytes(self) -> int:
-        return self.layers * 2 * self.page_tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
+def page_layout(
+    layers: int, page_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype, model: str
+) -> KvLayout:
+    """Layout of pages [layers, 2, page_tokens, kv_heads, head_dim] of ``dtype``; ``model`` names whose KV they hold."""
+    page_bytes = layers * 2 * page_tokens * kv_heads * head_dim * dtype.itemsize
+    name = str(dtype).removeprefix("torch.")
+    return KvLayout(layers, page_tokens, kv_heads, head_dim, name, page_bytes, model)
 
 
 CUDA_RESERVE_BYTES = 6 << 30
@@ -54,16 +51,54 @@ def choose_pages(
     return pages if asked_bytes is not None else min(pages, sessions * per_session)
 
 
-def allocate_pool(layout: KvLayout, n_pages: int, device: torch.device) -> torch.Tensor:
-    """[pages, layers, 2, page_tokens, kv_heads, head_dim] of zeros. On the CPU the system maps it lazily: unused pages cost nothing.
+class PageMemory:
+    """The memory of a pool: ``n_pages`` pages of ``layout``, zero at first, and one more that no session ever owns.
 
-    ``torch.zeros`` would write all of it, seconds for a large pool; numpy asks the system for memory that is zero already.
+    ``kv`` is what the model sees, [n_pages + 1, layers, 2, page_tokens, kv_heads, head_dim]; ``view`` the bytes of the pages that may be
+    moved, uint8 [n_pages, page_bytes]: a numpy array over the same memory on the CPU, a tensor on CUDA. ``fd`` is the memory file of a
+    shared pool, page after page from offset 0, else None. Whoever writes a page owns it by the scheduler's word (``reserve``).
     """
-    shape = (n_pages, layout.layers, 2, layout.page_tokens, layout.kv_heads, layout.head_dim)
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=layout.dtype, device=device)
-    words = np.zeros(n_pages * layout.page_bytes // 2, np.int16)
-    return torch.from_numpy(words).view(layout.dtype).view(shape)
+
+    def __init__(self, layout: KvLayout, n_pages: int, device: torch.device, *, shared: bool = False) -> None:
+        self.layout = layout
+        self.n_pages = n_pages
+        self.fd: int | None = None
+        shape = (
+            n_pages + 1,
+            layout.layers,
+            2,
+            layout.page_tokens,
+            layout.kv_heads,
+            layout.head_dim,
+        )
+        dtype = getattr(torch, layout.dtype)
+        self.kv: Tensor
+        self.view: np.ndarray | Tensor
+        if device.type != "cpu":
+            if shared:
+                raise ConfigError(f"a shared pool needs the CPU, the device is {device.type}")
+            self.kv = torch.zeros(shape, dtype=dtype, device=device)
+            self.view = self.kv.view(torch.uint8).view(n_pages + 1, layout.page_bytes)[:n_pages]
+            return
+        words = self._shared_bytes() if shared else np.zeros((n_pages + 1) * layout.page_bytes, np.uint8)
+        self.kv = torch.from_numpy(words).view(dtype).view(shape)
+        self.view = words.reshape(n_pages + 1, layout.page_bytes)[:n_pages]
+
+    @property
+    def n_bytes(self) -> int:
+        return (self.n_pages + 1) * self.layout.page_bytes
+
+    def _shared_bytes(self) -> np.ndarray:
+        """Memory that other processes can map too. It takes room only where it is touched."""
+        self.fd = os.memfd_create("kilat-pages", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.n_bytes)
+        return np.frombuffer(mmap.mmap(self.fd, self.n_bytes), np.uint8)
+
+    def close(self) -> None:
+        """Close the memory file: who has not mapped it yet no longer can. The memory itself lives as long as somebody uses it."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
 
 
 class Ledger:
