@@ -58,7 +58,7 @@ def predict(files: ModelFiles, settings: EngineConfig, chosen: "Kernels", machin
     decoder = read_config(raw)
     dtype = choose_dtype(settings.dtype, raw)
     max_model_len = choose_max_model_len(settings.max_model_len, decoder.max_positions)
-    layout = kv_layout(decoder, settings.page_tokens, dtype)
+    layout = kv_layout(decoder, settings.page_tokens, dtype, settings.model_id)
     n_pages = choose_pages(
         layout,
         asked_bytes=settings.kv_cache_bytes,
