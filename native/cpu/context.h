@@ -7,6 +7,7 @@
 #include "kilat_cpu.h"
 #include "arena.h"
 #include "pool.h"
+#include "quant.h"
 
 namespace kilat {
 
@@ -16,8 +17,6 @@ struct bf16 {
 
 // Weights are stored as panels of 32 output columns. A panel holds, for each step along k, 32 lanes of 4 bytes: one fp32 value, or
 // two bf16 values with neighbouring k (the lower k in the lower half). Columns past n and an odd last k are zero.
-enum { PANEL = 32 };
-
 struct Linear {
   int dtype;
   int64_t n, k, steps, panels;
@@ -25,6 +24,9 @@ struct Linear {
   char *data;           // panels * panel_bytes, 64-byte aligned
   float *bias;          // [panels * PANEL] fp32, zeros past n; nullptr without bias
   int64_t bytes;
+  // Of a quantized weight: its parts in order, and then panel_bytes is that of an average panel. Otherwise n_parts is 0.
+  QuantPart parts[KILAT_MAX_PARTS];
+  int n_parts;
 };
 
 struct Table;
@@ -82,6 +84,7 @@ struct AttentionArgs {
 // The kernels of one instruction set; index of each pair: KILAT_F32, KILAT_BF16.
 struct Table {
   int (*linear)(Context *, const Linear *, bool gated, const void *x, int64_t stride, int64_t rows, void *out);
+  int (*quant_linear)(Context *, const Linear *, bool gated, const bf16 *x, int64_t stride, int64_t rows, bf16 *out);
   void (*norm[2])(Context *, const NormArgs *);
   void (*silu_mul[2])(Context *, const void *x, int64_t stride, int64_t rows, int64_t n, void *out);
   void (*greedy[2])(Context *, const void *x, int64_t stride, int64_t rows, int64_t n, int64_t *ids, float *top);

@@ -32,6 +32,8 @@ static inline bf16 round_bf16(float x) {
 #include "product.h"
 #include "linear_tile.h"
 #include "linear.h"
+#include "quant_tile.h"
+#include "quant_linear.h"
 #include "norm.h"
 #include "greedy.h"
 #include "sample.h"
@@ -45,6 +47,7 @@ static inline bf16 round_bf16(float x) {
 
 extern const Table KILAT_TABLE = {
     KILAT_ISA::linear,
+    KILAT_ISA::quant_linear,
     {KILAT_ISA::norm<float>, KILAT_ISA::norm<bf16>},
     {KILAT_ISA::silu_mul<float>, KILAT_ISA::silu_mul<bf16>},
     {KILAT_ISA::greedy<float>, KILAT_ISA::greedy<bf16>},

@@ -134,6 +134,7 @@ float bias_at(const void *bias, int dtype, int64_t i) {
 
 void lay_out(Linear *w, int dtype, int64_t n, int64_t k, bool bias) {
   w->dtype = dtype;
+  w->n_parts = 0;
   w->n = n;
   w->k = k;
   w->steps = dtype == KILAT_F32 ? k : (k + 1) / 2;
@@ -154,6 +155,13 @@ bool touch(Scratch *s, int64_t bytes) {
   return true;
 }
 
+int run_linear(kilat_cpu *cpu, const kilat_linear *w, bool gated, const void *x, int64_t stride, int64_t rows, void *out) {
+  if (rows <= 0) return 0;
+  Context *c = &cpu->context;
+  if (w->linear.n_parts == 0) return c->table->linear(c, &w->linear, gated, x, stride, rows, out);
+  return c->table->quant_linear(c, &w->linear, gated, static_cast<const bf16 *>(x), stride, rows, static_cast<bf16 *>(out));
+}
+
 }  // namespace
 
 extern "C" {
@@ -165,7 +173,7 @@ int kilat_cpu_best_isa(void) {
   __builtin_cpu_init();
   bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                 __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) return KILAT_ISA_AVX512_BF16;
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) return KILAT_ISA_AVX512_BF16;
   if (avx512) return KILAT_ISA_AVX512;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return KILAT_ISA_AVX2;
 #endif
@@ -273,16 +281,58 @@ void kilat_linear_free(kilat_linear *w) {
 
 int64_t kilat_linear_bytes(const kilat_linear *w) { return w->linear.bytes; }
 
-int kilat_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x, int64_t stride, int64_t rows, void *out) {
-  Hold hold(cpu);
-  return rows > 0 ? cpu->context.table->linear(&cpu->context, &w->linear, false, x, stride, rows, out) : 0;
+int kilat_block_values(int type) {
+  const QuantType *t = quant_type(type);
+  return t ? t->values : 0;
 }
 
-int kilat_gated_linear_can(const kilat_linear *w) { return w->linear.n % (2 * PANEL) == 0 && !w->linear.bias; }
+int kilat_block_bytes(int type) {
+  const QuantType *t = quant_type(type);
+  return t ? t->block_bytes : 0;
+}
+
+int64_t kilat_linear_quant_size(const kilat_blocks *parts, int n_parts, int64_t k, int has_bias) {
+  Linear w;
+  return quant_plan(&w, parts, n_parts, k, has_bias != 0) ? w.bytes : 0;
+}
+
+kilat_linear *kilat_linear_pack_quant(kilat_cpu *cpu, const kilat_blocks *parts, int n_parts, int64_t k, const void *bias,
+                                      void *memory) {
+  kilat_linear *out = new (std::nothrow) kilat_linear;
+  if (!out) return nullptr;
+  Linear &w = out->linear;
+  Hold hold(cpu);
+  out->memory = {static_cast<char *>(memory), nullptr};
+  if (!quant_plan(&w, parts, n_parts, k, bias != nullptr)) out->memory.data = nullptr;
+  else if (!memory) out->memory = arena_get(&cpu->context.arena, w.bytes);
+  if (!out->memory.data) {
+    delete out;
+    return nullptr;
+  }
+  quant_fill(cpu->context.pool, &w, parts, bias != nullptr, out->memory.data);
+  for (int64_t i = 0; bias && i < quant_bias_floats(w); i++) w.bias[i] = i < w.n ? bias_at(bias, KILAT_BF16, i) : 0.0f;
+  return out;
+}
+
+int kilat_linear_gather(kilat_cpu *cpu, const kilat_linear *w, const int32_t *ids, int64_t rows, void *out) {
+  Hold hold(cpu);
+  return quant_gather(cpu->context.pool, &w->linear, ids, rows, static_cast<bf16 *>(out)) ? 0 : -1;
+}
+
+int kilat_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x, int64_t stride, int64_t rows, void *out) {
+  Hold hold(cpu);
+  return run_linear(cpu, w, false, x, stride, rows, out);
+}
+
+int kilat_gated_linear_can(const kilat_linear *w) {
+  for (int i = 0; i < w->linear.n_parts; i++)
+    if (w->linear.parts[i].n % PANEL != 0) return 0;
+  return w->linear.n % (2 * PANEL) == 0 && !w->linear.bias;
+}
 
 int kilat_gated_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x, int64_t stride, int64_t rows, void *out) {
   Hold hold(cpu);
-  return rows > 0 ? cpu->context.table->linear(&cpu->context, &w->linear, true, x, stride, rows, out) : 0;
+  return run_linear(cpu, w, true, x, stride, rows, out);
 }
 
 void kilat_rms_norm(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, int64_t rows, int64_t h, const void *weight,

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define KILAT_CPU_ABI 3
+#define KILAT_CPU_ABI 4
 
 #if defined(__GNUC__)
 #define KILAT_API __attribute__((visibility("default")))
@@ -90,6 +90,39 @@ KILAT_API kilat_linear *kilat_linear_pack_rows(kilat_cpu *cpu, int dtype, int64_
                                                const void *bias, void *memory);
 KILAT_API void kilat_linear_free(kilat_linear *w);
 KILAT_API int64_t kilat_linear_bytes(const kilat_linear *w);
+
+/* Rows of a quantized weight as GGUF stores them: whole blocks of ggml type `type`, n rows, `row_bytes` from one to the next. */
+typedef struct kilat_blocks {
+  int type;
+  const void *data;
+  int64_t row_bytes, n;
+} kilat_blocks;
+
+/* Most parts of one weight. */
+enum { KILAT_MAX_PARTS = 8 };
+
+/* Values in a block of a ggml type that kilat_linear_pack_quant takes (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K), and the bytes of
+ * one; 0 for every other type. */
+KILAT_API int kilat_block_values(int type);
+KILAT_API int kilat_block_bytes(int type);
+
+/* Pack a quantized weight: the rows of `parts`, one part after the other, are its outputs. k is a multiple of every part's block; bias
+ * [outputs] bf16 or NULL. None of them is needed afterwards. The weight stays quantized, with the same numbers. It takes and gives bf16.
+ * memory: NULL, or the caller's: 64-byte aligned, of kilat_linear_quant_size bytes, to be kept until kilat_linear_free.
+ * NULL when memory is exhausted, a type is not supported, a size does not fit, or there are more than KILAT_MAX_PARTS parts.
+ *
+ * Products with it: each run of 32 values of x is rounded to 8-bit integers times one scale, largest magnitude / 127 (a run whose
+ * largest magnitude is below 1e-30 counts as zero, one with an infinity or NaN makes its whole output row NaN); the sums of integer
+ * products are exact, and are multiplied by both scales and added up in fp32. The same at one row as at many. */
+KILAT_API kilat_linear *kilat_linear_pack_quant(kilat_cpu *cpu, const kilat_blocks *parts, int n_parts, int64_t k, const void *bias,
+                                                void *memory);
+
+/* Bytes of such a weight, a multiple of 64; 0 where packing it would be refused. The data of `parts` is not read. */
+KILAT_API int64_t kilat_linear_quant_size(const kilat_blocks *parts, int n_parts, int64_t k, int has_bias);
+
+/* out [rows, k] contiguous = rows ids[r] of a quantized weight in bf16, each value rounded once. Returns 0, or -1 if the weight is not
+ * quantized or an id is outside it. */
+KILAT_API int kilat_linear_gather(kilat_cpu *cpu, const kilat_linear *w, const int32_t *ids, int64_t rows, void *out);
 
 /* out [rows, n] contiguous = x [rows, k] (row stride `stride`) times weight^T plus bias; fp32 sums, one rounding at the end.
  * Returns 0, or -1 when memory for packing rows is exhausted (out is then undefined). */

@@ -74,4 +74,47 @@ INLINE void transpose(VF (&r)[W]) {
   for (int i = 0; i < W; i++) r[i] = t[i];
 }
 
+// Vectors of W int32, or of W groups of four bytes.
+typedef __m256i VI;
+static inline VI zero_i() { return _mm256_setzero_si256(); }
+static inline VI load_i(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
+static inline void store_i(void *p, VI v) { _mm256_storeu_si256(static_cast<__m256i *>(p), v); }
+static inline VI set1_i(const void *p) { return _mm256_set1_epi32(*static_cast<const int32_unaligned *>(p)); }
+static inline VI shift_left(VI v, int n) { return _mm256_sll_epi32(v, _mm_cvtsi32_si128(n)); }
+static inline VI and_mask(VI v, int mask) { return _mm256_and_si256(v, _mm256_set1_epi32(mask)); }
+// a | (b & mask)
+static inline VI or_masked(VI a, VI b, int mask) { return _mm256_or_si256(a, and_mask(b, mask)); }
+// v shifted left, or right where N < 0
+template <int N>
+INLINE VI shifted(VI v) {
+  if constexpr (N > 0) return _mm256_slli_epi32(v, N);
+  else if constexpr (N < 0) return _mm256_srli_epi32(v, -N);
+  else return v;
+}
+static inline VF to_float(VI v) { return _mm256_cvtepi32_ps(v); }
+static inline VF load_half(const void *p) {
+  VI h = _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i *>(p)));
+  // the fields of the wider format, and the distance of the two exponents as a factor: exact; infinities become 2^16
+  VF size = mul(_mm256_castsi256_ps(_mm256_slli_epi32(and_mask(h, 0x7fff), 13)), set1(5192296858534827628530496329220096.0f));
+  return _mm256_or_ps(size, _mm256_castsi256_ps(_mm256_slli_epi32(and_mask(h, 0x8000), 16)));
+}
+static inline VF load_u8(const void *p) { return to_float(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i *>(p)))); }
+static inline VF load_s8(const void *p) { return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i *>(p)))); }
+// v rounded to even, within a signed byte
+static inline void store_s8(int8_t *p, VF v) {
+  VI x = _mm256_cvtps_epi32(v);
+  __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i *>(p), _mm_packs_epi16(words, words));
+}
+// acc + the four products of unsigned bytes of u and signed bytes of x; u above 127 only with WIDE
+template <bool WIDE>
+INLINE VI dot4(VI acc, VI u, VI x) {
+  if constexpr (WIDE) {
+    VI even = _mm256_madd_epi16(and_mask(u, 0x00ff00ff), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+    VI odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(x, 8));
+    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+  }
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, x), _mm256_set1_epi16(1)));
+}
+
 #include "simd_buffered.h"

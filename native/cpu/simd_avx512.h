@@ -114,3 +114,43 @@ static inline VB load_half_words_n(const bf16 *p, int n) {
   return _mm512_maskz_loadu_epi16(n >= 32 ? 0xffffffffu : (1u << n) - 1, p);
 }
 #endif
+
+// Vectors of W int32, or of W groups of four bytes.
+typedef __m512i VI;
+static inline VI zero_i() { return _mm512_setzero_si512(); }
+static inline VI load_i(const void *p) { return _mm512_loadu_si512(p); }
+static inline void store_i(void *p, VI v) { _mm512_storeu_si512(p, v); }
+static inline VI set1_i(const void *p) { return _mm512_set1_epi32(*static_cast<const int32_unaligned *>(p)); }
+static inline VI shift_left(VI v, int n) { return _mm512_sll_epi32(v, _mm_cvtsi32_si128(n)); }
+static inline VI and_mask(VI v, int mask) { return _mm512_and_si512(v, _mm512_set1_epi32(mask)); }
+// a | (b & mask)
+static inline VI or_masked(VI a, VI b, int mask) { return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi32(mask), 0xf8); }
+// v shifted left, or right where N < 0
+template <int N>
+INLINE VI shifted(VI v) {
+  if constexpr (N > 0) return _mm512_slli_epi32(v, N);
+  else if constexpr (N < 0) return _mm512_srli_epi32(v, -N);
+  else return v;
+}
+static inline VF to_float(VI v) { return _mm512_cvtepi32_ps(v); }
+static inline VF load_half(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i *>(p))); }
+static inline VF load_u8(const void *p) { return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i *>(p)))); }
+static inline VF load_s8(const void *p) { return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i *>(p)))); }
+// v rounded to even, within a signed byte
+static inline void store_s8(int8_t *p, VF v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+// acc + the four products of unsigned bytes of u and signed bytes of x; u above 127 only with WIDE
+template <bool WIDE>
+INLINE VI dot4(VI acc, VI u, VI x) {
+#if KILAT_DP
+  return _mm512_dpbusd_epi32(acc, u, x);
+#else
+  if constexpr (WIDE) {
+    VI even = _mm512_madd_epi16(and_mask(u, 0x00ff00ff), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+    VI odd = _mm512_madd_epi16(_mm512_srli_epi16(u, 8), _mm512_srai_epi16(x, 8));
+    return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+  }
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(u, x), _mm512_set1_epi16(1)));
+#endif
+}

@@ -77,4 +77,68 @@ INLINE void transpose(VF (&r)[W]) {
     }
 }
 
+// Vectors of W int32 (VI), or of W groups of four bytes.
+static inline VI zero_i() { return VI{}; }
+static inline VI load_i(const void *p) {
+  VI v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+static inline void store_i(void *p, VI v) { memcpy(p, &v, sizeof v); }
+static inline VI set1_i(const void *p) {
+  int32_t x;
+  memcpy(&x, p, 4);
+  return VI{x, x, x, x, x, x, x, x};
+}
+static inline VI shift_left(VI v, int n) { return (VI)((VB)v << n); }
+static inline VI and_mask(VI v, int mask) { return v & mask; }
+// a | (b & mask)
+static inline VI or_masked(VI a, VI b, int mask) { return a | (b & mask); }
+// v shifted left, or right where N < 0
+template <int N>
+INLINE VI shifted(VI v) {
+  if constexpr (N >= 0) return (VI)((VB)v << N);
+  else return (VI)((VB)v >> -N);
+}
+static inline VF to_float(VI v) {
+  VF x;
+  for (int i = 0; i < W; i++) x[i] = float(v[i]);
+  return x;
+}
+static inline VF load_half(const void *p) {
+  uint16_t h[W];
+  memcpy(h, p, sizeof h);
+  VB size, sign;
+  for (int i = 0; i < W; i++) {
+    size[i] = uint32_t(h[i] & 0x7fff) << 13;
+    sign[i] = uint32_t(h[i] & 0x8000) << 16;
+  }
+  // the fields of the wider format, and the distance of the two exponents as a factor: exact; infinities become 2^16
+  return (VF)((VB)((VF)size * set1(5192296858534827628530496329220096.0f)) | sign);
+}
+static inline VF load_u8(const void *p) {
+  VF x;
+  for (int i = 0; i < W; i++) x[i] = float(static_cast<const uint8_t *>(p)[i]);
+  return x;
+}
+static inline VF load_s8(const void *p) {
+  VF x;
+  for (int i = 0; i < W; i++) x[i] = float(static_cast<const int8_t *>(p)[i]);
+  return x;
+}
+// v rounded to even, within a signed byte
+static inline void store_s8(int8_t *p, VF v) {
+  for (int i = 0; i < W; i++) p[i] = int8_t(nearbyintf(v[i]));
+}
+// acc + the four products of unsigned bytes of u and signed bytes of x
+template <bool WIDE>
+INLINE VI dot4(VI acc, VI u, VI x) {
+  uint8_t a[W * 4];
+  int8_t b[W * 4];
+  memcpy(a, &u, sizeof a);
+  memcpy(b, &x, sizeof b);
+  for (int i = 0; i < W * 4; i++) acc[i / 4] += a[i] * b[i];
+  return acc;
+}
+
 #include "simd_buffered.h"

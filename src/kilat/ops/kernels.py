@@ -1,6 +1,6 @@
 """Kernels: the set of ops that a process uses, chosen once at start and passed as an argument."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from kilat.ops import attention, fp8_linear, linear, rms_norm, rope_write, sample, silu_mul
 from kilat.ops.batch import StepBatch
 from kilat.ops.fp8_linear import Fp8Weight
-from kilat.ops.linear import LinearWeight
+from kilat.ops.linear import BlockWeight, LinearWeight
 from kilat.ops.rope_write import Heads, KvScale, QkNorm
 from kilat.ops.sample import Draws, Filter
 
@@ -45,6 +45,22 @@ class Draw(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockOps:
+    """Products with weights that stay quantized; activations and results are bf16.
+
+    ``types``   ggml types -> values of a block
+    ``pack``    the rows of several weights one after the other, and bias [N] bf16 or None, as one weight for ``linear`` and
+                ``gated_linear``; K must be a multiple of every block. How close its products come to those of the dequantized
+                weight is in the set's own documentation.
+    ``gather``  ids [T] int32 -> those rows [T, K] of a packed weight, each value the format's, rounded once to bf16
+    """
+
+    types: Mapping[int, int]
+    pack: Callable[[Sequence[BlockWeight], Tensor | None], LinearWeight]
+    gather: Callable[[Tensor, LinearWeight], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """One implementation of every op; each field's contract is the docstring of the function of the same name in ``ops/``.
 
@@ -67,6 +83,7 @@ class Kernels:
     sample_row: Callable[[Tensor, Filter], int] = sample.sample_row
     draw: Draw = sample.draw
     fused_gate: Callable[[Tensor, LinearWeight], Tensor] | None = None
+    blocks: BlockOps | None = None
     pack_fp8: Callable[[Fp8Weight, Tensor | None], LinearWeight] | None = None
     fp8_kv: bool = False
 

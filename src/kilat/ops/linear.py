@@ -20,6 +20,15 @@ class LinearWeight:
     n_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """A weight [N, K] as GGUF stores it: ``data`` [N, bytes of a row] uint8, a row being whole blocks of ``ggml_type``."""
+
+    data: Tensor
+    ggml_type: int
+    shape: tuple[int, int]
+
+
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
     """weight [N, K], bias [N] or None; both bf16 or fp32 of one dtype. Takes ownership; the reference keeps the tensor as it is."""
     n_bytes = weight.numel() * weight.element_size()

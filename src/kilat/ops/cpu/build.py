@@ -23,9 +23,15 @@ _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split()
 _X86 = {
     "isa_avx2.cpp": ["-mavx2", "-mfma"],
     "isa_avx512.cpp": _AVX512,
-    "isa_avx512bf16.cpp": [*_AVX512, "-mavx512bf16"],
+    "isa_avx512bf16.cpp": [*_AVX512, "-mavx512bf16", "-mavx512vnni"],
 }
-_COMMON: dict[str, list[str]] = {"kilat_cpu.cpp": [], "arena.cpp": [], "pool.cpp": [], "isa_plain.cpp": []}
+_COMMON: dict[str, list[str]] = {
+    "kilat_cpu.cpp": [],
+    "arena.cpp": [],
+    "pool.cpp": [],
+    "quant.cpp": [],
+    "isa_plain.cpp": [],
+}
 _COMPILERS = ("g++", "clang++", "c++")
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import weakref
+from collections.abc import Mapping, Sequence
 from ctypes import byref
 
 import torch
@@ -9,13 +10,24 @@ from torch import Tensor
 
 from kilat.base.errors import ConfigError, EngineError
 from kilat.ops.batch import StepBatch
-from kilat.ops.cpu.library import BF16, F32, MAX_HEAD_DIM, HeadShape, KvView, Rows, SampleFilter, load
-from kilat.ops.kernels import Kernels
-from kilat.ops.linear import LinearWeight
+from kilat.ops.cpu.library import (
+    BF16,
+    F32,
+    MAX_HEAD_DIM,
+    BlockRows,
+    HeadShape,
+    KvView,
+    Rows,
+    SampleFilter,
+    load,
+)
+from kilat.ops.kernels import BlockOps, Kernels
+from kilat.ops.linear import BlockWeight, LinearWeight
 from kilat.ops.rope_write import Heads, KvScale, QkNorm
 from kilat.ops.sample import Filter, uniform
 
 _DTYPES = {torch.float32: F32, torch.bfloat16: BF16}
+_GGML_TYPES = 64  # numbers of block formats are below this
 
 
 def available() -> tuple[bool, str]:
@@ -50,6 +62,7 @@ def cpu_kernels(threads: int, why: str = "asked for", *, isa: int | None = None)
         greedy=ops.greedy,
         sample_row=ops.sample_row,
         fused_gate=ops.gated_linear,
+        blocks=BlockOps(ops.block_types(), ops.pack_blocks, ops.gather),
     )
 
 
@@ -120,6 +133,60 @@ class CpuOps:
             raise EngineError(f"no memory to pack a weight of {n} x {k}")
         n_bytes = self._library.kilat_linear_bytes(handle)
         return LinearWeight(PackedWeight(self._library, handle), (n, k), weight.dtype, bias, n_bytes)
+
+    def block_types(self) -> Mapping[int, int]:
+        """ggml type -> values of a block, of every format that stays quantized."""
+        values = {t: int(self._library.kilat_block_values(t)) for t in range(_GGML_TYPES)}
+        return {t: n for t, n in values.items() if n}
+
+    def pack_blocks(self, parts: Sequence[BlockWeight], bias: Tensor | None = None) -> LinearWeight:
+        """Pack into panels; the tensors are not needed afterwards. The header tells what a product rounds."""
+        k = parts[0].shape[1]
+        n = sum(part.shape[0] for part in parts)
+        rows = (BlockRows * len(parts))()
+        for row, part in zip(rows, parts, strict=True):
+            values = self._library.kilat_block_values(part.ggml_type)
+            row_bytes = k // values * self._library.kilat_block_bytes(part.ggml_type) if values else 0
+            if (
+                part.shape[1] != k
+                or part.data.dtype != torch.uint8
+                or not values
+                or part.data.shape != (part.shape[0], row_bytes)
+                or k % values
+                or part.data.stride(1) != 1
+            ):
+                raise EngineError(
+                    f"blocks of type {part.ggml_type}, {tuple(part.data.shape)} bytes, do not hold {part.shape[0]} x {k} values"
+                )
+            row.type, row.data, row.row_bytes, row.n = (
+                part.ggml_type,
+                part.data.data_ptr(),
+                part.data.stride(0),
+                part.shape[0],
+            )
+        if bias is not None and (bias.shape != (n,) or bias.dtype != torch.bfloat16):
+            raise EngineError(f"bias {tuple(bias.shape)} {bias.dtype} does not fit weight {n} x {k} bfloat16")
+        bias = None if bias is None else bias.contiguous()
+        handle = self._library.kilat_linear_pack_quant(
+            self._context, rows, len(parts), k, None if bias is None else bias.data_ptr(), None
+        )
+        if not handle:
+            raise EngineError(f"no memory to pack a weight of {n} x {k}")
+        n_bytes = self._library.kilat_linear_bytes(handle)
+        return LinearWeight(PackedWeight(self._library, handle), (n, k), torch.bfloat16, bias, n_bytes)
+
+    def gather(self, ids: Tensor, w: LinearWeight) -> Tensor:
+        if ids.dim() != 1 or ids.dtype != torch.int32:
+            raise EngineError(f"row ids {tuple(ids.shape)} {ids.dtype}, wanted one dimension of int32")
+        ids = ids.contiguous()
+        out = torch.empty(ids.shape[0], w.shape[1], dtype=w.dtype)
+        if self._library.kilat_linear_gather(
+            self._context, w.data.handle, ids.data_ptr(), ids.shape[0], out.data_ptr()
+        ):
+            raise EngineError(
+                f"a row id is outside the {w.shape[0]} rows of the weight, or it is not quantized"
+            )
+        return out
 
     def linear(self, x: Tensor, w: LinearWeight) -> Tensor:
         n, k = w.shape

@@ -6,9 +6,15 @@ from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
 from kilat.base.errors import ConfigError
 from kilat.ops.cpu.build import build
 
-ABI = 3
+ABI = 4
 F32, BF16 = 0, 1
 MAX_HEAD_DIM = 256
+
+
+class BlockRows(ctypes.Structure):
+    """``kilat_blocks``."""
+
+    _fields_ = [("type", c_int), ("data", c_void_p), ("row_bytes", c_int64), ("n", c_int64)]
 
 
 class KvView(ctypes.Structure):
@@ -62,6 +68,10 @@ _SIGNATURES = {
     "kilat_cpu_create": (_P, [_I, _I]),
     "kilat_cpu_destroy": (None, [_P]),
     "kilat_linear_pack": (_P, [_P, _I, _P, _L, _L, _L, _P]),
+    "kilat_block_values": (_I, [_I]),
+    "kilat_block_bytes": (_I, [_I]),
+    "kilat_linear_pack_quant": (_P, [_P, _P, _I, _L, _P, _P]),
+    "kilat_linear_gather": (_I, [_P, _P, _P, _L, _P]),
     "kilat_linear_free": (None, [_P]),
     "kilat_linear_bytes": (_L, [_P]),
     "kilat_linear_run": (_I, [_P, _P, _P, _L, _L, _P]),
