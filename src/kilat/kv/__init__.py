@@ -1,0 +1,5 @@
+"""kv: moves pages between workers. A reader pulls; nobody writes into another worker's memory.
+
+Reading order: transport (the contract), board (which moves are open), jobs (the reading thread), then local, shm, tcp, cuda_ipc;
+links (which transport reaches whom); moves (the state of every move of one worker).
+"""

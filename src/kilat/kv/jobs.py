@@ -1,0 +1,206 @@
+"""The reading thread that transports share, and the copy between two pools that this process has mapped."""
+
+import queue
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kilat.base.errors import PeerError
+from kilat.base.log import get_logger
+from kilat.kv.transport import CANCELLED, DEADLINE, WITHDRAWN, Done
+from kilat.wire.kv import Offer
+
+STRIDE_BYTES = 8 << 20
+"""Bytes copied between two looks at cancel and deadline: about a millisecond."""
+
+_log = get_logger("kv")
+
+
+@dataclass(slots=True)
+class Job:
+    """One read: pages of the owner, own pages they go to, and when to give up (``time.monotonic``)."""
+
+    ticket: int
+    offer: Offer
+    take: Sequence[int]
+    into: Sequence[int]
+    until_s: float
+    cancelled: bool = False
+    n_bytes: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    def left_s(self) -> float:
+        """Seconds until the deadline. Raises PeerError when the read is to end: cancelled, or too late."""
+        if self.cancelled:
+            raise PeerError(CANCELLED)
+        left = self.until_s - time.monotonic()
+        if left <= 0:
+            raise PeerError(DEADLINE)
+        return left
+
+
+class Jobs:
+    """The reads of one transport, and threads that do them one after another: one thread for each ``lane`` (a peer, or all of them).
+
+    ``memory`` is the own pool: an offer's checksums are verified there, after the copy.
+    """
+
+    def __init__(self, kind: str, memory: np.ndarray) -> None:
+        self._kind = kind
+        self._memory = memory
+        self._live: dict[int, Job] = {}
+        self._done: deque[Done] = deque()
+        self._lanes: list[Lane] = []
+        self._n = 0
+
+    def lane(self, run: Callable[[Job], None], end: Callable[[], None] = lambda: None) -> "Lane":
+        """A thread that does jobs with ``run``, which raises PeerError when one fails; ``end`` is called when the thread ends."""
+        lane = Lane(f"kv-{self._kind}-{len(self._lanes)}", lambda job: self._do(run, job), end)
+        self._lanes = [*(old for old in self._lanes if old.is_alive), lane]
+        return lane
+
+    def start(
+        self, lane: "Lane | None", offer: Offer, take: Sequence[int], into: Sequence[int], deadline_s: float
+    ) -> int:
+        """Queue a read; without a lane it fails, for nobody knows the peer."""
+        self._n += 1
+        job = Job(self._n, offer, tuple(take), tuple(into), time.monotonic() + deadline_s)
+        self._live[job.ticket] = job
+        if lane is None:
+            self._done.append(Done(job.ticket, False, 0, f"worker {offer.owner} is not known or gone"))
+        else:
+            lane.put(job)
+        return job.ticket
+
+    def poll(self) -> list[Done]:
+        """See :meth:`Transport.poll`."""
+        out = []
+        while self._done:
+            out.append(self._done.popleft())
+            self._live.pop(out[-1].ticket, None)
+        return out
+
+    def cancel(self, ticket: int) -> None:
+        """See :meth:`Transport.cancel`."""
+        job = self._live.get(ticket)
+        if job is not None:
+            job.cancelled = True
+
+    def cancel_peer(self, worker_id: str) -> None:
+        """End all reads from one worker."""
+        for job in list(self._live.values()):
+            if job.offer.owner == worker_id:
+                job.cancelled = True
+
+    def close(self) -> None:
+        """Cancel everything and join the threads."""
+        for job in list(self._live.values()):
+            job.cancelled = True
+        for lane in self._lanes:
+            lane.stop()
+        for lane in self._lanes:
+            lane.join()
+
+    def _do(self, run: Callable[[Job], None], job: Job) -> None:
+        why = ""
+        try:
+            job.left_s()
+            self._check(job)
+            run(job)
+            job.left_s()
+            self._verify(job)
+        except PeerError as e:
+            why = e.message
+        except Exception as e:  # noqa: BLE001  (logged; the read fails, its pages are computed)
+            _log.exception("a read of pages failed")
+            why = f"the read failed ({type(e).__name__})"
+        self._done.append(Done(job.ticket, not why, job.n_bytes, why))
+
+    def _check(self, job: Job) -> None:
+        """Fill ``job.pages``; an offer comes from another process, so its numbers are looked at."""
+        n_offered, n_own = len(job.offer.pages), len(self._memory)
+        if len(job.take) != len(job.into) or not all(0 <= i < n_offered for i in job.take):
+            raise PeerError(
+                f"{len(job.take)} pages of an offer of {n_offered} cannot be read into {len(job.into)}"
+            )
+        if not all(0 <= p < n_own for p in job.into):
+            raise PeerError("a page to be read into is not in the pool")
+        job.pages = [job.offer.pages[i] for i in job.take]
+
+    def _verify(self, job: Job) -> None:
+        sums = job.offer.checksums
+        if not sums:
+            return
+        if len(sums) != len(job.offer.pages):
+            raise PeerError(f"the offer has {len(sums)} checksums for {len(job.offer.pages)} pages")
+        for i, page in zip(job.take, job.into):
+            if zlib.crc32(self._memory[page]) != sums[i]:
+                raise PeerError("a page arrived damaged: its checksum is another")
+
+
+class Lane:
+    """One thread and its queue."""
+
+    def __init__(self, name: str, do: Callable[[Job], None], end: Callable[[], None]) -> None:
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._do = do
+        self._end = end
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        self._queue.put(job)
+
+    def stop(self) -> None:
+        """End the thread after the jobs that are queued; cancel them first to make that soon."""
+        self._queue.put(None)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            self._do(job)
+        self._end()
+
+
+def copy_pages(job: Job, source: np.ndarray, target: np.ndarray, is_open: Callable[[], bool]) -> None:
+    """Copy ``job.pages`` of ``source`` to ``job.into`` of ``target``, both uint8 [pages, page_bytes]; neighbours go in one piece.
+
+    Raises PeerError when the owner has withdrawn the pages before the last byte was copied, and at cancel and deadline.
+    """
+    if not all(0 <= p < len(source) for p in job.pages):
+        raise PeerError("the offer names a page that its owner's pool does not have")
+    if not is_open():
+        raise PeerError(WITHDRAWN)
+    for first, to, n in _runs(job.pages, job.into, max(1, STRIDE_BYTES // source.shape[1])):
+        job.left_s()
+        np.copyto(target[to : to + n], source[first : first + n])
+        job.n_bytes += n * source.shape[1]
+    if not is_open():
+        raise PeerError(WITHDRAWN)
+
+
+def _runs(pages: Sequence[int], into: Sequence[int], longest: int) -> Iterator[tuple[int, int, int]]:
+    """(page, own page, n): pieces in which both sides count up by one."""
+    at = 0
+    while at < len(pages):
+        n = 1
+        while (
+            n < longest
+            and at + n < len(pages)
+            and pages[at + n] == pages[at] + n
+            and into[at + n] == into[at] + n
+        ):
+            n += 1
+        yield pages[at], into[at], n
+        at += n
