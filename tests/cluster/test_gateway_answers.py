@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tiny_model import TinyFiles, write_tiny_model
 
 from kilat.base.errors import EngineError, KilatError
+from kilat.base.ids import branch_id
 from kilat.cluster.gateway.answer import Pieces
 from kilat.cluster.gateway.chat_format import ChatStream, ChatWhole, Choice, Frame
 from kilat.cluster.gateway.completions import TextForm, TextStream, TextWhole
@@ -38,9 +39,9 @@ class FakeLink:
         self.stopped: list[tuple[str, int]] = []
         self.released = False
 
-    def submit(self, record: SessionRecord, inbox: Inbox, branches: list[str], first_index: int) -> None:
-        for k, branch in enumerate(branches):
-            self.table.add(branch, inbox, first_index + k)
+    def submit(self, record: SessionRecord, inbox: Inbox, first_index: int) -> None:
+        for k in range(record.params.n):
+            self.table.add(branch_id(record.session_id, k), inbox, first_index + k)
         self.engine.submit(record)
 
     def events(self) -> list[SessionEvent]:
@@ -351,7 +352,7 @@ def test_failed_session_fails_the_request_with_the_engines_error(tokenizer: Toke
 def test_session_that_the_worker_aborts_is_a_retryable_error(tokenizer: Tokenizer) -> None:
     _, params = _params(ChatRequest, {})
     made, link = generation(tokenizer, ["hello"], params)
-    link.table.deliver(link.engine.abort(made._ids))
+    link.table.deliver(link.engine.abort(made.session_ids))
 
     with pytest.raises(KilatError) as e:
         asyncio.run(made.next())

@@ -143,8 +143,8 @@ def test_finished_session_leaves_the_table() -> None:
 def test_refused_session_fails_its_request() -> None:
     table, inbox = SessionTable(), Inbox()
     table.add("s", inbox, 0)
-    table.refuse("s", CapacityError("full"))
-    table.refuse("unknown", CapacityError("full"))
+    table.fail("s", CapacityError("full"))
+    table.fail("unknown", CapacityError("full"))
     with pytest.raises(CapacityError, match="full"):
         seqs(inbox)
 

@@ -1,4 +1,4 @@
-"""The socket between gateway and worker, with everybody who should not be on it."""
+"""The sockets between gateway and workers, with everybody who should not be on them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -9,9 +9,13 @@ import pytest
 import zmq
 
 from kilat.base.errors import CapacityError, LimitError, PeerError
-from kilat.cluster.gateway.link import WorkerLink
+from kilat.cluster.gateway.fleet import Fleet
+from kilat.cluster.gateway.link import WorkerLinks
+from kilat.cluster.gateway.placing import DispatchConfig
 from kilat.cluster.gateway.sessions import Inbox
+from kilat.cluster.gateway.workers import WorkerState
 from kilat.cluster.worker.channel import Channel
+from kilat.policy.route.router import Router
 from kilat.wire import PROTOCOL_VERSION, codec
 from kilat.wire.messages import Abort, Drain, Fatal, Hello, Refused, SessionEvent, Status, StepEvents, Submit
 from kilat.wire.sampling import SamplingParams
@@ -21,6 +25,7 @@ pytestmark = pytest.mark.cluster
 
 SECRET = "the secret of this test"
 RECORD = SessionRecord(session_id="s", prompt_ids=[1], params=SamplingParams(seed=1))
+PAIR = SessionRecord(session_id="s", prompt_ids=[1], params=SamplingParams(seed=1, n=2))
 
 
 def hello(worker_id: str, protocol: int = PROTOCOL_VERSION) -> Hello:
@@ -49,15 +54,39 @@ async def quiet() -> None:
     await asyncio.sleep(0.15)
 
 
+class Link:
+    """A fleet with one worker, as the tests below look at it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.links = WorkerLinks(f"ipc://{folder}/gateway", SECRET)
+        self.fleet = Fleet(self.links, Router(), DispatchConfig())
+        self.worker: WorkerState | None = None
+
+    def expect(self, worker_id: str) -> None:
+        self.worker = self.fleet.expect(worker_id, "worker-0", (1.0, 1.0))
+
+    @property
+    def ready(self) -> bool:
+        return self.fleet.ready
+
+    @property
+    def status(self) -> Status | None:
+        return self.worker.status if self.worker is not None else None
+
+    @property
+    def hello(self) -> Hello | None:
+        return self.fleet.hello
+
+
 @asynccontextmanager
-async def link_to(folder: Path, worker_id: str = "w1") -> AsyncIterator[WorkerLink]:
-    link = WorkerLink(f"ipc://{folder}/gateway", SECRET)
-    link.open()
+async def link_to(folder: Path, worker_id: str = "w1") -> AsyncIterator[Link]:
+    link = Link(folder)
+    link.links.open()
     link.expect(worker_id)
     try:
         yield link
     finally:
-        link.close()
+        link.fleet.close(PeerError("the server stopped"))
 
 
 @pytest.fixture
@@ -79,14 +108,14 @@ Make = Callable[..., Channel]
 async def test_hello_makes_the_link_ready_and_messages_go_both_ways(tmp_path: Path, channels: Make) -> None:
     async with link_to(tmp_path) as link:
         seen: list[Hello] = []
-        link.on_ready = seen.append
+        link.fleet.on_ready = seen.append
         worker = channels()
         worker.send(hello("w1"))
         await until(lambda: link.ready)
         assert seen == [link.hello]
         inbox = Inbox()
-        link.submit(RECORD, inbox, ["s"], 0)
-        link.drain(3.0)
+        link.fleet.submit(RECORD, inbox, 0)
+        link.fleet.ask_to_end(link.worker, 3.0)
         got = worker.receive(5) + worker.receive(0.2)
         assert got == [Submit(RECORD), Drain(3.0)]
         worker.send(StepEvents(1, [SessionEvent("s", 0, 0, [7], finish="stop")]))
@@ -97,7 +126,7 @@ async def test_hello_makes_the_link_ready_and_messages_go_both_ways(tmp_path: Pa
 async def test_wrong_secret_is_dropped_and_counted(tmp_path: Path, channels: Make) -> None:
     async with link_to(tmp_path) as link:
         channels(secret="a guess").send(hello("w1"))
-        await until(lambda: link.bad_frames == 1)
+        await until(lambda: link.links.bad_frames == 1)
         assert not link.ready
 
 
@@ -116,14 +145,14 @@ async def test_dead_workers_last_events_reach_nobody(tmp_path: Path, channels: M
         old.send(hello("w1"))
         await until(lambda: link.ready)
         inbox = Inbox()
-        link.submit(RECORD, inbox, ["s"], 0)
-        link.lost(PeerError("it died"))
+        link.fleet.submit(RECORD, inbox, 0)
+        link.fleet.lost("w1", PeerError("it died"))
         link.expect("w2")
         new = channels("w2")
         new.send(hello("w2"))
         await until(lambda: link.ready)
         again = Inbox()
-        link.submit(RECORD, again, ["s"], 0)
+        link.fleet.submit(RECORD, again, 0)
         old.send(StepEvents(1, [SessionEvent("s", 0, 0, [7])]))
         await quiet()
         with pytest.raises(PeerError, match="it died"):
@@ -155,7 +184,7 @@ async def test_garbage_is_counted_and_the_link_goes_on(tmp_path: Path, channels:
         ]
         for parts in garbage:
             raw.send_multipart(parts)
-        await until(lambda: link.bad_frames == len(garbage))
+        await until(lambda: link.links.bad_frames == len(garbage))
         worker.send(Status(5, False, False, {}, {}))
         await until(lambda: link.status is not None and link.status.step == 5)
 
@@ -163,7 +192,7 @@ async def test_garbage_is_counted_and_the_link_goes_on(tmp_path: Path, channels:
 async def test_unknown_protocol_is_not_served(tmp_path: Path, channels: Make) -> None:
     async with link_to(tmp_path) as link:
         channels().send(hello("w1", protocol=PROTOCOL_VERSION + 1))
-        await until(lambda: link.fatal is not None)
+        await until(lambda: link.worker.fatal is not None)
         assert not link.ready
 
 
@@ -172,15 +201,15 @@ async def test_nothing_can_be_submitted_before_hello_or_while_the_worker_drains(
 ) -> None:
     async with link_to(tmp_path) as link:
         with pytest.raises(CapacityError) as e:
-            link.submit(RECORD, Inbox(), ["s"], 0)
+            link.fleet.submit(RECORD, Inbox(), 0)
         assert e.value.status == 503
         worker = channels()
         worker.send(hello("w1"))
         worker.send(Status(0, False, True, {}, {}))
         await until(lambda: link.status is not None)
         with pytest.raises(CapacityError):
-            link.submit(RECORD, Inbox(), ["s"], 0)
-        assert len(link.table) == 0
+            link.fleet.submit(RECORD, Inbox(), 0)
+        assert len(link.fleet.table) == 0
 
 
 async def test_beats_of_the_worker_arrive_on_their_own_socket(tmp_path: Path, channels: Make) -> None:
@@ -199,7 +228,7 @@ async def test_refusal_becomes_the_error_it_was(tmp_path: Path, channels: Make) 
         worker.send(hello("w1"))
         await until(lambda: link.ready)
         inbox = Inbox()
-        link.submit(RECORD, inbox, ["s"], 0)
+        link.fleet.submit(RECORD, inbox, 0)
         worker.send(Refused("s", "too long", "limit_exceeded", 400, False, "prompt"))
         with pytest.raises(LimitError, match="too long") as e:
             await asyncio.wait_for(inbox.take(), 5)
@@ -209,7 +238,7 @@ async def test_refusal_becomes_the_error_it_was(tmp_path: Path, channels: Make) 
 async def test_last_words_are_kept(tmp_path: Path, channels: Make) -> None:
     async with link_to(tmp_path) as link:
         channels().send(Fatal("no weights"))
-        await until(lambda: link.fatal == "no weights")
+        await until(lambda: link.worker.fatal == "no weights")
 
 
 async def test_release_stops_what_runs_and_says_nothing_about_what_ended(
@@ -220,13 +249,13 @@ async def test_release_stops_what_runs_and_says_nothing_about_what_ended(
         worker.send(hello("w1"))
         await until(lambda: link.ready)
         inbox = Inbox()
-        link.submit(RECORD, inbox, ["s", "s#1"], 0)
+        link.fleet.submit(PAIR, inbox, 0)
         assert len(worker.receive(5)) == 1
         worker.send(StepEvents(1, [SessionEvent("s", 0, 0, [1], finish="stop")]))
-        await until(lambda: "s" not in link.table)
-        link.stop_sample("s", 1, 2)
-        link.release(["s"], 2)
-        link.release(["s"], 2)
+        await until(lambda: "s" not in link.fleet.table)
+        link.fleet.stop_sample("s", 1, 2)
+        link.fleet.release(["s"], 2)
+        link.fleet.release(["s"], 2)
         assert worker.receive(5) + worker.receive(0.2) == [Abort(["s#1"])]
 
 
@@ -235,17 +264,17 @@ async def test_sample_zero_of_many_is_stopped_alone(tmp_path: Path, channels: Ma
         worker = channels()
         worker.send(hello("w1"))
         await until(lambda: link.ready)
-        link.submit(RECORD, Inbox(), ["s", "s#1"], 0)
-        link.stop_sample("s", 0, 2)
+        link.fleet.submit(PAIR, Inbox(), 0)
+        link.fleet.stop_sample("s", 0, 2)
         assert (worker.receive(5) + worker.receive(0.2))[1:] == [Abort(["s#0"])]
-        assert "s#1" in link.table
+        assert "s#1" in link.fleet.table
 
 
 async def test_frame_over_the_size_limit_breaks_that_connection_only(tmp_path: Path, channels: Make) -> None:
     async with link_to(tmp_path) as link:
         liar = zmq.Context.instance().socket(zmq.DEALER)
         liar.setsockopt(zmq.LINGER, 0)
-        liar.connect(link.address)
+        liar.connect(link.links.address)
         liar.send_multipart((SECRET.encode(), b"\0" * (codec.MAX_FRAME_BYTES + 1)))
         channels().send(hello("w1"))
         await until(lambda: link.ready)

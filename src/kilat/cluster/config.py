@@ -1,4 +1,6 @@
-"""Settings of a served deployment: one gateway and one worker on one machine."""
+"""Settings of a served deployment: one gateway and its workers on one machine."""
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -8,6 +10,7 @@ from kilat.text.tokenizer import Files
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_HEADER_BYTES = 64 * 1024
+MAX_WORKERS = 256
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,6 +19,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     files                the model's files (``kilat.load.sources.ModelFiles``)
     engine               settings of the engine: any dataclass or struct; the worker's engine factory reads its JSON
     served_model_name    the name that clients use
+    workers              workers that compute prompts and go on with them; each has an equal part of the cores
+    prefill, decode      workers that mainly compute prompts, and that mainly go on with them
     api_keys             clients must present one of these; a key ``kl_<name>_<secret>`` belongs to tenant ``<name>``
     port                 0 takes a free port, which is printed
     drain_s              after SIGTERM running answers get this long to end
@@ -24,17 +29,21 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_lag_tokens       tokens that may wait for a reader that does not keep up before its stream is cut
     max_lag_s            how long a cut stream may keep its socket when its reader takes nothing
     silence_s            a stream that has nothing to say for this long sends its headers, then a comment
-    status_interval_s    how often the worker says how it is
+    status_interval_s    how often a worker says how it is
     worker_timeout_s     a worker that says nothing for this long is killed and replaced
     step_timeout_s       a worker whose step takes this long is killed and replaced
-    max_failures         the server gives up after this many deaths of the worker within ``failure_window_s``
+    max_failures         a worker is given up after this many deaths within ``failure_window_s``; the server, with its last worker
     backoff_s            pause before the first restart; doubles with each death in the window, at most 10 s
+    rescue_s             how long a request whose worker died may wait when no other can take it; it does not wait for a lone worker
     stop_at_stdin_end    drain when standard input closes, for a parent that may die without a word
     """
 
     files: Files
     engine: object
     served_model_name: str
+    workers: int = 1
+    prefill: int = 0
+    decode: int = 0
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
@@ -50,7 +59,32 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_failures: int = 5
     failure_window_s: float = 300.0
     backoff_s: float = 0.5
+    rescue_s: float = 30.0
     stop_at_stdin_end: bool = False
+
+
+class Place(msgspec.Struct, frozen=True):
+    """One worker of a deployment, whichever process is it: its name, its shares of the two kinds of work, and its cores (empty: all)."""
+
+    name: str
+    prefill_weight: float
+    decode_weight: float
+    cores: tuple[int, ...] = ()
+
+
+def places(config: ServeConfig, cores: Sequence[int]) -> list[Place]:
+    """The workers of a deployment on these cores. A lone one has them all; several share them as evenly as it goes, each in a row, and
+    two have the same core only when there are fewer cores than workers."""
+    kinds = [(f"worker-{i}", 1.0, 1.0) for i in range(config.workers)]
+    kinds += [(f"prefill-{i}", 1.0, 0.0) for i in range(config.prefill)]
+    kinds += [(f"decode-{i}", 0.0, 1.0) for i in range(config.decode)]
+    n, n_cores = len(kinds), len(cores)
+    out = []
+    for i, (name, prefill, decode) in enumerate(kinds):
+        first, end = i * n_cores // n, (i + 1) * n_cores // n
+        own = tuple(cores[first : max(end, first + 1)]) if n > 1 else ()
+        out.append(Place(name, prefill, decode, own))
+    return out
 
 
 def check(config: ServeConfig) -> None:
@@ -69,6 +103,14 @@ def check(config: ServeConfig) -> None:
         raise ConfigError("an API key is given twice")
     if not config.served_model_name:
         raise ConfigError("the served model name is empty")
+    for name, n in (("workers", config.workers), ("prefill", config.prefill), ("decode", config.decode)):
+        if not 0 <= n <= MAX_WORKERS:
+            raise ConfigError(f"{name} is {n}, allowed 0 to {MAX_WORKERS}")
+    if not config.workers and not (config.prefill and config.decode):
+        raise ConfigError(
+            f"{config.prefill} prefill and {config.decode} decode workers: at least one of each is needed, "
+            "or --workers that do both"
+        )
     positive = (
         ("request_timeout_s", config.request_timeout_s),
         ("max_requests", config.max_requests),
@@ -84,6 +126,10 @@ def check(config: ServeConfig) -> None:
     for name, value in positive:
         if not value > 0:
             raise ConfigError(f"{name} is {value:g}, it must be above 0")
-    for name, value in (("drain_s", config.drain_s), ("backoff_s", config.backoff_s)):
+    for name, value in (
+        ("drain_s", config.drain_s),
+        ("backoff_s", config.backoff_s),
+        ("rescue_s", config.rescue_s),
+    ):
         if not value >= 0:
             raise ConfigError(f"{name} is {value:g}, it must be 0 or more")

@@ -1,9 +1,10 @@
-"""``serve``: one gateway in this process, one worker beside it, until SIGTERM or until the worker cannot be kept alive."""
+"""``serve``: one gateway in this process, its workers beside it, until SIGTERM or until no worker can be kept alive."""
 
 import asyncio
 import json
 import logging
 import os
+import resource
 import secrets
 import shlex
 import signal
@@ -18,15 +19,19 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from kilat.base.errors import CapacityError, ConfigError, KilatError
+from kilat.base.errors import CapacityError, ConfigError, KilatError, PeerError
 from kilat.base.log import event, get_logger
-from kilat.cluster.config import ServeConfig, check
+from kilat.cluster.config import ServeConfig, check, places
 from kilat.cluster.gateway.app import build_app
+from kilat.cluster.gateway.fleet import Fleet
 from kilat.cluster.gateway.http import Connection
-from kilat.cluster.gateway.link import WorkerLink
+from kilat.cluster.gateway.link import WorkerLinks
+from kilat.cluster.gateway.placing import DispatchConfig
 from kilat.cluster.gateway.prompt import PromptBuilder
 from kilat.cluster.gateway.serving import Gateway
-from kilat.cluster.supervise import Supervisor
+from kilat.cluster.supervise import Crew, Plant
+from kilat.policy.route.config import RouterConfig
+from kilat.policy.route.router import Router
 from kilat.text.template import ChatTemplate, load_template
 from kilat.text.tokenizer import Tokenizer
 from kilat.wire.messages import Hello
@@ -35,13 +40,14 @@ WORKER_COMMAND = (sys.executable, "-m", "kilat.cluster.worker")
 EXIT_FAILED = 1
 KEEP_ALIVE_S = 30
 LAST_WORDS_S = 2.0
+MAX_OPEN_FILES = 65536
 SOCKET_PATH_LIMIT = 100
 
 _log = get_logger("serve")
 
 
 def serve(config: ServeConfig, *, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
-    """Serve until asked to stop; returns the exit code of the deployment: 0 after a drain, 1 when the worker died for good.
+    """Serve until asked to stop; returns the exit code of the deployment: 0 after a drain, 1 when the workers died for good.
 
     ``worker_command`` is started with the path of its configuration added. Raises ConfigError for settings that are unsafe, a port
     that is taken, or a model whose tokenizer cannot be read.
@@ -98,10 +104,17 @@ class _Deployment:
         self._config = config
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._listener = listener
-        self._link = WorkerLink(f"ipc://{folder}/gateway", secret)
-        self._link.on_ready = self._announce
-        self._gateway = Gateway(config, self._link)
-        self._supervisor = Supervisor(config, self._link, command, folder, secret)
+        crew_places = places(config, _cores())
+        # A lone worker that died of a request would die of it again, and nobody else could take it.
+        rescue_s = config.rescue_s if len(crew_places) > 1 else 0.0
+        router = Router(RouterConfig(dead_after_s=config.worker_timeout_s))
+        self._fleet = Fleet(
+            WorkerLinks(f"ipc://{folder}/gateway", secret), router, DispatchConfig(rescue_s=rescue_s)
+        )
+        self._fleet.on_ready = self._announce
+        self._gateway = Gateway(config, self._fleet)
+        self._crew = Crew(Plant(config, self._fleet, command, folder, secret), crew_places)
+        self._gateway.drainer = self._crew.drain
         self._server = _Server(_uvicorn_config(self._gateway))
         self._began_s = time.monotonic()
         self._stop = asyncio.Event()
@@ -111,13 +124,14 @@ class _Deployment:
     async def run(self) -> int:
         """The whole life; returns the exit code."""
         loop = asyncio.get_running_loop()
-        self._link.open()
+        _raise_open_files()
+        self._fleet.links.open()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         if self._config.stop_at_stdin_end:
             loop.add_reader(sys.stdin.fileno(), self._on_stdin)
-        supervision = asyncio.create_task(self._supervisor.run(self._on_restart))
-        await asyncio.sleep(0)  # the worker starts first, for it loads longest
+        supervision = asyncio.create_task(self._crew.run(self._on_restart))
+        await asyncio.sleep(0)  # the workers start first, for they load longest
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         others = [asyncio.create_task(self._gateway.sweep()), asyncio.create_task(self._stop.wait())]
         try:
@@ -126,12 +140,12 @@ class _Deployment:
             await self._drain(0.0 if supervision.done() else self._config.drain_s)
         finally:
             self._gateway.draining = True
-            await self._supervisor.stop(0.0)
+            await self._crew.stop(0.0)
             self._server.should_exit = True
             await asyncio.wait((supervision, serving))
             for task in others:
                 task.cancel()
-            self._link.close()
+            self._fleet.close(PeerError("the server stopped; send the request again"))
             self._gateway.close()
         return self._exit_code(supervision, serving)
 
@@ -208,6 +222,21 @@ class _Deployment:
             ask |= {"stream": True, "prompt": "The capital of France is"}
         key = " -H 'Authorization: Bearer KEY'" if self._config.api_keys else ""
         return f"curl -N {self._url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(ask))}"
+
+
+def _cores() -> list[int]:
+    """The cores that this process may use, in order."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _raise_open_files() -> None:
+    """As many open files as the system allows: each stream is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _uvicorn_config(gateway: Gateway) -> uvicorn.Config:

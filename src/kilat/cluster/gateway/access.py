@@ -15,7 +15,8 @@ from kilat.base.errors import AuthError
 OPEN = "open"
 INFER = "infer"
 OBSERVE = "observe"
-SCOPES = (OPEN, INFER, OBSERVE)
+ADMIN = "admin"
+SCOPES = (OPEN, INFER, OBSERVE, ADMIN)
 
 _NAMED_KEY = re.compile(r"kl_([A-Za-z0-9-]{1,32})_.{16,}")
 

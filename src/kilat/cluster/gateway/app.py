@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kilat.base.errors import KilatError
 from kilat.cluster.config import LOOPBACK
-from kilat.cluster.gateway import health, models
-from kilat.cluster.gateway.access import INFER, OBSERVE, OPEN, Endpoint
+from kilat.cluster.gateway import admin, health, models
+from kilat.cluster.gateway.access import ADMIN, INFER, OBSERVE, OPEN, Endpoint
 from kilat.cluster.gateway.chat import chat_completions
 from kilat.cluster.gateway.completions import completions
 from kilat.cluster.gateway.errors import error_response, on_bug, on_http_exception, on_kilat_error
@@ -31,6 +31,9 @@ ENDPOINTS = (
     Endpoint("/health", "GET", OBSERVE, health.ready),
     Endpoint("/health/progress", "GET", OBSERVE, health.progress),
     Endpoint("/metrics", "GET", OBSERVE, health.metrics),
+    Endpoint("/cluster/workers", "GET", OBSERVE, admin.workers),
+    Endpoint("/cluster/workers/{worker}/drain", "POST", ADMIN, admin.drain),
+    Endpoint("/v1/cache/explain/{request_id}", "GET", INFER, admin.explain),
     Endpoint("/version", "GET", OBSERVE, health.version),
 )
 

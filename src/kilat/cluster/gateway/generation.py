@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kilat.base.errors import EngineError, KilatError, LimitError
-from kilat.base.ids import branch_id, new_session_id
+from kilat.base.ids import new_session_id
 from kilat.cluster.gateway.errors import from_peer
-from kilat.cluster.gateway.link import WorkerLink
+from kilat.cluster.gateway.fleet import Fleet
 from kilat.cluster.gateway.sample import Piece, Sample
 from kilat.cluster.gateway.sessions import Inbox
 from kilat.text.detokenize import StreamDetokenizer
@@ -38,12 +38,12 @@ class Job:
 class Generation:
     """Runs a :class:`Job`. :meth:`close` must be called, whatever happened; it stops in the worker what still runs.
 
-    Times are monotonic seconds: of the first and last token (None before), ``heard_at_s`` of the last sign of life from the worker,
+    Times are monotonic seconds: of the first and last token (None before), ``heard_at_s`` of the last sign of life from a worker,
     ``failed_at_s`` written by the sweep that first saw the inbox failed.
     """
 
     def __init__(
-        self, link: WorkerLink, tokenizer: Tokenizer, job: Job, *, request_id: str, max_lag_tokens: int | None
+        self, fleet: Fleet, tokenizer: Tokenizer, job: Job, *, request_id: str, max_lag_tokens: int | None
     ) -> None:
         self.job = job
         self.inbox = Inbox(max_lag_tokens)
@@ -55,7 +55,7 @@ class Generation:
         self.first_at_s: float | None = None
         self.last_at_s: float | None = None
         self.prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(job.prompts)
-        self._link = link
+        self._fleet = fleet
         self._clock = time.monotonic
         p = job.params
         self.samples = [
@@ -72,13 +72,13 @@ class Generation:
             )
             for _ in range(len(job.prompts) * p.n)
         ]
-        self._ids = [new_session_id() for _ in job.prompts]
+        self.session_ids = [new_session_id() for _ in job.prompts]
         self._running = len(self.samples)
 
     def submit(self) -> None:
-        """Hand all sessions to the worker. Raises CapacityError or PeerError."""
+        """Hand all sessions to workers. Raises CapacityError or PeerError."""
         job = self.job
-        for p, (session_id, prompt) in enumerate(zip(self._ids, job.prompts)):
+        for p, (session_id, prompt) in enumerate(zip(self.session_ids, job.prompts)):
             record = SessionRecord(
                 session_id=session_id,
                 prompt_ids=prompt,
@@ -88,8 +88,7 @@ class Generation:
                 priority=job.priority,
                 arrival_s=job.arrival_s,
             )
-            branches = [branch_id(session_id, k) for k in range(job.params.n)]
-            self._link.submit(record, self.inbox, branches, p * job.params.n)
+            self._fleet.submit(record, self.inbox, p * job.params.n)
 
     @property
     def done(self) -> bool:
@@ -130,16 +129,16 @@ class Generation:
             if self.first_at_s is None:
                 self.first_at_s = self.last_at_s
         p, k = divmod(index, self.job.params.n)
-        if k == 0:
+        sample = self.samples[index]
+        if k == 0 and not sample.output_ids:  # not again from a worker that goes on with it
             self.cached_tokens += event.cached_tokens
             if event.prompt_logprobs is not None:
                 self.prompt_logprobs[p] = event.prompt_logprobs
-        sample = self.samples[index]
         piece = sample.feed(event)
         if piece.finish is not None:
             self._running -= 1
             if sample.hit_stop_string:
-                self._link.stop_sample(self._ids[p], k, self.job.params.n)
+                self._fleet.stop_sample(self.session_ids[p], k, self.job.params.n)
         return piece
 
     def fail(self, error: KilatError) -> None:
@@ -148,7 +147,7 @@ class Generation:
 
     def close(self) -> None:
         """Stop in the worker what still runs and forget all sessions. Idempotent."""
-        self._link.release(self._ids, self.job.params.n)
+        self._fleet.release(self.session_ids, self.job.params.n)
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,12 +1,9 @@
-"""Three different questions: is this process there, can it serve, does its worker get on."""
-
-import time
+"""Three different questions: is this process there, can it serve, do its workers get on."""
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kilat import __version__
-from kilat.base import metrics as names
 from kilat.cluster.gateway.errors import error_response, json_response
 from kilat.cluster.gateway.serving import gateway_of
 
@@ -24,27 +21,38 @@ async def ready(request: Request) -> Response:
 
 
 async def progress(request: Request) -> Response:
-    """How far the worker is: its step counter, the age of the step it is in, and whether it has work.
+    """How far the workers are: step counters, the ages of the steps they are in, and whether they have work.
 
-    503 when there is no worker, it is silent, or its step takes too long.
+    The first fields are of all of them: sums, or of the one that is furthest behind. 503 when no worker gets on: none is there, or all
+    are silent or in a step that takes too long.
     """
     gateway = gateway_of(request)
-    link, status = gateway.link, gateway.link.status
-    silent_s = time.monotonic() - link.heard_at_s
-    age_s = status.gauges.get(names.STEP_AGE, 0.0) if status is not None else 0.0
-    good = (
-        status is not None
-        and silent_s <= gateway.config.worker_timeout_s
-        and age_s <= gateway.config.step_timeout_s
-    )
+    fleet, config = gateway.fleet, gateway.config
+    there = [w for w in fleet.workers if w.hello is not None]
+    good = [
+        w
+        for w in there
+        if fleet.silent_s(w) <= config.worker_timeout_s and w.step_age_s <= config.step_timeout_s
+    ]
+    states = {w.word for w in there}
     body = {
-        "step": status.step if status is not None else None,
-        "step_age_s": round(age_s, 3),
-        "busy": status.busy if status is not None else False,
-        "heard_s_ago": round(silent_s, 3),
-        "worker": "none" if link.hello is None else "draining" if not link.ready else "ready",
+        "step": sum(w.status.step for w in there if w.status is not None) if there else None,
+        "step_age_s": round(max((w.step_age_s for w in there), default=0.0), 3),
+        "busy": any(w.status.busy for w in there if w.status is not None),
+        "heard_s_ago": round(max((fleet.silent_s(w) for w in there), default=0.0), 3),
+        "worker": "ready" if "ready" in states else "draining" if states else "none",
+        "workers": {
+            w.name: {
+                "state": w.word,
+                "step": w.status.step if w.status is not None else None,
+                "step_age_s": round(w.step_age_s, 3),
+                "heard_s_ago": round(fleet.silent_s(w), 3),
+                "gets_on": w in good,
+            }
+            for w in fleet.workers
+        },
     }
-    return json_response(body, status=200 if good and link.hello is not None else 503)
+    return json_response(body, status=200 if good else 503)
 
 
 async def metrics(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The gateway's metrics, and the worker's as its last Status told them, in Prometheus' text form."""
+"""The gateway's metrics, and the workers' as their last Status told them, in Prometheus' text form."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kilat.base import metrics as names
-from kilat.cluster.gateway.link import WorkerLink
+from kilat.cluster.gateway.fleet import Fleet
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -18,10 +18,10 @@ _TOTAL = "_total"
 class GatewayMetrics:
     """Counters that request handlers write. ``worker_restarts`` is written by the supervisor, ``requests_open`` is asked."""
 
-    def __init__(self, link: WorkerLink, requests_open: Callable[[], int]) -> None:
+    def __init__(self, fleet: Fleet, requests_open: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self.worker_restarts = 0
-        self._link = link
+        self._fleet = fleet
         self._requests_open = requests_open
         self._requests = Counter(
             names.REQUESTS,
@@ -65,18 +65,28 @@ class GatewayMetrics:
 
     def asked(self) -> Iterator[tuple[str, float]]:
         """(name, value) of what is looked up when somebody asks."""
-        link = self._link
+        fleet = self._fleet
         yield names.REQUESTS_OPEN, self._requests_open()
-        yield names.SESSIONS_OPEN, len(link.table)
-        yield names.STALE_EVENTS, link.table.stale_events
-        yield names.SLOW_READERS, link.table.slow_readers
-        yield names.BAD_FRAMES, link.bad_frames
-        yield names.WORKER_UP, float(link.hello is not None)
+        yield names.SESSIONS_OPEN, len(fleet.table)
+        yield names.STALE_EVENTS, fleet.table.stale_events
+        yield names.SLOW_READERS, fleet.table.slow_readers
+        yield names.BAD_FRAMES, fleet.links.bad_frames
+        yield names.WORKER_UP, float(sum(w.hello is not None for w in fleet.workers))
         yield names.WORKER_RESTARTS, self.worker_restarts
         yield names.GATEWAY_TASKS, len(asyncio.all_tasks())
-        if link.status is not None:
-            yield from link.status.counters.items()
-            yield from link.status.gauges.items()
+        yield names.MOVES_OPEN, len(fleet.dispatcher.moves)
+        yield from fleet.dispatcher.counts.items()
+        yield from fleet.workers.counters().items()
+        yield from fleet.workers.gauges().items()
+
+    def by_worker(self) -> Iterator[tuple[str, str, float]]:
+        """(name, worker, value) of what each worker says of itself: the name of the sum, with ``worker`` in it."""
+        for w in self._fleet.workers:
+            yield names.WORKER_PREFILL_WEIGHT, w.name, w.prefill_weight
+            yield names.WORKER_DECODE_WEIGHT, w.name, w.decode_weight
+            if w.status is not None:
+                for name, value in (*w.status.counters.items(), *w.status.gauges.items()):
+                    yield name.replace("kilat_", "kilat_worker_", 1), w.name, value
 
 
 class _Asked(Collector):
@@ -94,3 +104,11 @@ class _Asked(Collector):
                 yield CounterMetricFamily(name.removesuffix(_TOTAL), name, value=value)
             else:
                 yield GaugeMetricFamily(name, name, value=value)
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for name, worker, value in self._source.by_worker():
+            family = families.get(name)
+            if family is None:
+                kind = CounterMetricFamily if name.endswith(_TOTAL) else GaugeMetricFamily
+                family = families[name] = kind(name.removesuffix(_TOTAL), name, labels=["worker"])
+            family.add_metric([worker], value)
+        yield from families.values()

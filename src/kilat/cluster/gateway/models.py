@@ -14,7 +14,7 @@ from kilat.cluster.gateway.serving import Gateway, gateway_of
 
 
 def _card(gateway: Gateway) -> dict[str, Any]:
-    hello = gateway.link.hello
+    hello = gateway.fleet.hello
     return {
         "id": gateway.config.served_model_name,
         "object": "model",

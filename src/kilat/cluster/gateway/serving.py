@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from starlette.requests import Request
@@ -15,12 +15,13 @@ from kilat.base.hashing import root_hash
 from kilat.base.log import event, get_logger
 from kilat.cluster.config import ServeConfig
 from kilat.cluster.gateway.access import KeyRing, page_salt
+from kilat.cluster.gateway.fleet import Fleet
 from kilat.cluster.gateway.generation import Generation, Job
 from kilat.cluster.gateway.http import ABORT
-from kilat.cluster.gateway.link import WorkerLink
 from kilat.cluster.gateway.metrics import GatewayMetrics
 from kilat.cluster.gateway.prompt import PromptBuilder
 from kilat.cluster.gateway.protocol import Common, CompletionRequest
+from kilat.cluster.gateway.workers import WorkerState
 from kilat.wire.messages import Hello
 from kilat.wire.sampling import SamplingParams
 
@@ -30,6 +31,10 @@ ARRIVAL_S = "kilat.arrival_s"
 SWEEP_S = 0.25
 
 _log = get_logger("gateway")
+
+
+# Takes a worker out of service (True: and starts a new one in its place); returns how many sessions were moved.
+Drainer = Callable[[WorkerState, bool], Awaitable[int]]
 
 
 class ClientGone(PeerError):
@@ -42,15 +47,16 @@ class ClientGone(PeerError):
 class Gateway:
     """One gateway process. Everything here belongs to the event loop's thread."""
 
-    def __init__(self, config: ServeConfig, link: WorkerLink) -> None:
+    def __init__(self, config: ServeConfig, fleet: Fleet) -> None:
         self.config = config
-        self.link = link
+        self.fleet = fleet
         self.keys = KeyRing(config.api_keys)
         self.draining = False
         self.prompts: PromptBuilder | None = None
         self.started_s = int(time.time())
         self._open: dict[Generation, Scope] = {}
-        self.metrics = GatewayMetrics(link, lambda: len(self._open))
+        self.drainer: Drainer = _cannot_drain
+        self.metrics = GatewayMetrics(fleet, lambda: len(self._open))
         self._clock = time.monotonic
 
     def why_not_ready(self) -> CapacityError | None:
@@ -59,7 +65,7 @@ class Gateway:
             return CapacityError(
                 "the server is shutting down: try again soon or elsewhere", status=503, retry_after_s=5.0
             )
-        if self.prompts is None or not self.link.ready:
+        if self.prompts is None or not self.fleet.ready:
             return CapacityError("the model is loading: try again soon", status=503, retry_after_s=2.0)
         return None
 
@@ -73,7 +79,7 @@ class Gateway:
         reason = self.why_not_ready()
         if reason is not None:
             raise reason
-        hello, prompts = self.link.hello, self.prompts
+        hello, prompts = self.fleet.hello, self.prompts
         assert hello is not None and prompts is not None
         if len(self._open) >= self.config.max_requests:
             raise CapacityError(
@@ -93,7 +99,7 @@ class Gateway:
     @property
     def fingerprint(self) -> str:
         """OpenAI's system_fingerprint: changes when the same request may give another answer."""
-        hello = self.link.hello
+        hello = self.fleet.hello
         seen = f"{__version__} {hello.model_id} {hello.kernels}" if hello is not None else __version__
         return "fp_" + root_hash(seen).hex()[:12]
 
@@ -117,7 +123,7 @@ class Gateway:
         )
         lag = self.config.max_lag_tokens if ask.stream else None
         return Generation(
-            self.link,
+            self.fleet,
             builder.tokenizer,
             job,
             request_id=f"{prefix}-{secrets.token_hex(12)}",
@@ -130,6 +136,9 @@ class Gateway:
         self._open[generation] = scope
         watcher = asyncio.create_task(_watch_client(receive, generation))
         try:
+            self.fleet.explanations.request(
+                generation.request_id, generation.job.tenant, generation.session_ids
+            )
             generation.submit()
             yield
         finally:
@@ -163,10 +172,11 @@ class Gateway:
         )
 
     async def sweep(self) -> None:
-        """Runs for the life of the process: deadlines, signs of life on silent streams, readers that stopped reading."""
+        """Runs for the life of the process: deadlines, signs of life on silent streams, readers that stopped reading, moves that hang."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = self._clock()
+            self.fleet.tick()
             for generation, scope in list(self._open.items()):
                 self._sweep_one(generation, scope, now_s)
 
@@ -189,9 +199,13 @@ class Gateway:
             generation.fail(error)
 
     def close(self) -> None:
-        """Release the thread pool. The link is closed by its owner."""
+        """Release the thread pool. The fleet is closed by its owner."""
         if self.prompts is not None:
             self.prompts.close()
+
+
+async def _cannot_drain(worker: WorkerState, again: bool) -> int:
+    raise CapacityError("workers are not drained here: whoever started them must do it", status=503)
 
 
 def _late(message: str) -> KilatError:

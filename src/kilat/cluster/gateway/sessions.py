@@ -6,6 +6,7 @@ routes events to inboxes and drops those of an old epoch, a repeated or missing 
 
 import asyncio
 from collections.abc import Iterable
+from typing import Protocol
 
 from kilat.base.errors import CapacityError, KilatError, PeerError
 from kilat.wire.messages import SessionEvent
@@ -83,23 +84,55 @@ class Inbox:
             self._waiter.set_result(None)
 
 
-class _Slot:
-    """Where the events of one sample go, and which event is the next one in order."""
+class Slot:
+    """One sample that waits for events: where they go, and which one is next in order.
 
-    __slots__ = ("epoch", "inbox", "index", "next_seq")
+    ``tokens`` are the output tokens that have been let through, so a session can be given to another worker at any moment. ``began`` is
+    the sequence number that its present worker starts with.
+    """
 
-    def __init__(self, inbox: Inbox, index: int, epoch: int) -> None:
+    __slots__ = ("began", "branch", "epoch", "inbox", "index", "next_seq", "tokens")
+
+    def __init__(self, branch: str, inbox: Inbox, index: int, epoch: int) -> None:
+        self.branch = branch
         self.inbox = inbox
         self.index = index
         self.epoch = epoch
-        self.next_seq = 0
+        self.next_seq = self.began = 0
+        self.tokens: list[int] = []
+
+    def raise_epoch(self) -> None:
+        """Whoever has the session now has it no more: its events are dropped, those of the next one count from the tokens so far."""
+        self.epoch += 1
+        self.next_seq = self.began = len(self.tokens)
+
+
+class Watcher(Protocol):
+    """Who is told of turns in a session's life by a :class:`SessionTable`, before the event is passed on."""
+
+    def begun(self, slot: Slot, event: SessionEvent) -> None:
+        """The first event from the session's present worker."""
+
+    def ended(self, slot: Slot, event: SessionEvent) -> bool:
+        """The last event. False keeps it from the reader, and the session in the table: it goes on elsewhere."""
+
+
+class Unwatched:
+    """A watcher that lets everything pass."""
+
+    def begun(self, slot: Slot, event: SessionEvent) -> None:
+        pass
+
+    def ended(self, slot: Slot, event: SessionEvent) -> bool:
+        return True
 
 
 class SessionTable:
     """The sessions that wait for events, by branch id."""
 
     def __init__(self) -> None:
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, Slot] = {}
+        self.watcher: Watcher = Unwatched()
         self.stale_events = 0
         self.slow_readers = 0
 
@@ -109,9 +142,10 @@ class SessionTable:
     def __contains__(self, branch: str) -> bool:
         return branch in self._slots
 
-    def add(self, branch: str, inbox: Inbox, index: int, epoch: int = 0) -> None:
+    def add(self, branch: str, inbox: Inbox, index: int, epoch: int = 0) -> Slot:
         """Route events of ``branch`` in ``epoch`` to ``inbox`` as sample ``index``."""
-        self._slots[branch] = _Slot(inbox, index, epoch)
+        slot = self._slots[branch] = Slot(branch, inbox, index, epoch)
+        return slot
 
     def remove(self, branch: str) -> bool:
         """Forget a branch; True when it was still waiting for events. Idempotent."""
@@ -134,8 +168,13 @@ class SessionTable:
                 )
                 cut.append(event.session_id)
                 continue
+            if event.seq == slot.began:
+                self.watcher.begun(slot, event)
             slot.next_seq += 1
+            slot.tokens += event.token_ids
             if event.finish is not None:
+                if not self.watcher.ended(slot, event):
+                    continue
                 del slots[event.session_id]
             keeping_up = slot.inbox.error is None
             if not slot.inbox.push(slot.index, event):
@@ -145,14 +184,14 @@ class SessionTable:
             self.remove(branch)
         return cut
 
-    def refuse(self, session_id: str, error: KilatError) -> None:
-        """The worker did not take this session."""
-        slot = self._slots.get(session_id)
+    def fail(self, branch: str, error: KilatError) -> None:
+        """The request of this branch ends with ``error``; unknown ids are ignored."""
+        slot = self._slots.get(branch)
         if slot is not None:
             slot.inbox.fail(error)
 
     def fail_all(self, error: KilatError) -> None:
-        """Every session ends with ``error``: its worker is gone, or this process is about to be."""
+        """Every session ends with ``error``: this process is about to end."""
         slots, self._slots = self._slots, {}
         for slot in slots.values():
             slot.inbox.fail(error)
