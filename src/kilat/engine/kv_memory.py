@@ -1,5 +1,6 @@
 """The page pool's memory and the ledger of who holds how many bytes."""
 
+import fcntl
 import mmap
 import os
 
@@ -89,9 +90,10 @@ class PageMemory:
         return (self.n_pages + 1) * self.layout.page_bytes
 
     def _shared_bytes(self) -> np.ndarray:
-        """Memory that other processes can map too. It takes room only where it is touched."""
-        self.fd = os.memfd_create("kilat-pages", os.MFD_CLOEXEC)
+        """Memory that other processes can map too, sealed so that it cannot shrink under them. It takes room only where it is touched."""
+        self.fd = os.memfd_create("kilat-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.n_bytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return np.frombuffer(mmap.mmap(self.fd, self.n_bytes), np.uint8)
 
     def close(self) -> None:
