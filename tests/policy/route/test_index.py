@@ -87,7 +87,7 @@ def test_a_worker_too_far_ahead_holds_nothing():
     assert index.holders(a) == {"w1": 3}
     told(index, "w1", PagesChanged(11, [], []))
     assert index.holders(a) == {}
-    assert index.n_pages("w1") == 0
+    assert not index.names("w1")
 
 
 def test_a_lost_last_message_is_found_by_the_number_in_the_status():
@@ -130,7 +130,7 @@ def test_a_forgotten_worker_starts_from_nothing_and_its_place_is_used_again():
     told(index, "w3", PagesChanged(0, a[:1], []))
     assert index.holders(a) == {"w2": 2, "w3": 1}
     assert told(index, "w1", PagesChanged(0, [], [])) == [True]
-    assert index.n_pages("w1") == 0
+    assert not index.names("w1")
 
 
 # one step of a worker's cache: a chain (of two) grows to a depth or shrinks to it

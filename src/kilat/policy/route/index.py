@@ -109,10 +109,10 @@ class PrefixIndex:
         """The worker that last evicted this page, if nobody holds it and it is not long ago."""
         return None if name in self._mask else self._dropped.get(name)
 
-    def n_pages(self, worker_id: str) -> int:
-        """How many pages a worker is believed to hold."""
+    def names(self, worker_id: str) -> frozenset[bytes]:
+        """All pages that a worker is believed to hold."""
         worker = self._workers.get(worker_id)
-        return len(worker.names) if worker is not None else 0
+        return frozenset(worker.names) if worker is not None else frozenset()
 
     def is_behind(self, worker_id: str) -> bool:
         """Whether messages of this worker are missing, so that what is known of it is old."""
