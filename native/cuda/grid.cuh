@@ -1,0 +1,73 @@
+// grid.cuh: barriers of the grid, and sums over a block.
+#pragma once
+
+#include "ptx.cuh"
+#include "step.h"
+
+namespace kilat_cuda {
+
+// Barriers of one launch. The counter in memory only grows (and wraps); the host knows where it stands when a launch begins.
+class Grid {
+ public:
+  __device__ explicit Grid(const Step &step)
+      : counter_(step.session.barrier), passed_(step.barriers), trace_(step.session.trace) {}
+
+  // All threads: what any thread of the grid wrote before, every thread may read after (past L1).
+  __device__ void sync() {
+    __syncthreads();
+    ++passed_;
+    if (threadIdx.x == 0) {
+      add_release(counter_, 1);
+      const unsigned target = passed_ * gridDim.x;
+      while (int(load_acquire(counter_) - target) < 0) {
+      }
+    }
+    __syncthreads();
+    mark();
+  }
+
+  // Block 0 notes its clock.
+  __device__ void mark() {
+    if (trace_ && blockIdx.x == 0 && threadIdx.x == 0) *trace_++ = clock64();
+  }
+
+ private:
+  unsigned *counter_, passed_;
+  long long *trace_;
+};
+
+// Sum over the block, the same bits on every thread; `scratch` is 32 values of shared memory. Two barriers.
+template <class T>
+__device__ inline T block_sum(T value, T *scratch) {
+  for (int d = 16; d > 0; d /= 2) value += __shfl_xor_sync(~0u, value, d);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+  __syncthreads();
+  T total = 0;
+  for (int i = 0; i < kWarps; ++i) total += scratch[i];
+  return total;
+}
+
+__device__ inline unsigned long long block_max(unsigned long long value, unsigned long long *scratch) {
+  for (int d = 16; d > 0; d /= 2) value = max(value, __shfl_xor_sync(~0u, value, d));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+  __syncthreads();
+  unsigned long long top = 0;
+  for (int i = 0; i < kWarps; ++i) top = max(top, scratch[i]);
+  return top;
+}
+
+// Sum of the values of threads 0 ... this one; `scratch` is kThreads values of shared memory.
+__device__ inline unsigned long long block_scan(unsigned long long value, unsigned long long *scratch) {
+  for (int d = 1; d < kThreads; d *= 2) {
+    __syncthreads();
+    scratch[threadIdx.x] = value;
+    __syncthreads();
+    if (int(threadIdx.x) >= d) value += scratch[threadIdx.x - d];
+  }
+  __syncthreads();
+  return value;
+}
+
+}  // namespace kilat_cuda

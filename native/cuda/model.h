@@ -1,0 +1,59 @@
+// model.h: a model and a session on a CUDA device. Each has one allocation on the device for everything.
+#pragma once
+
+#include <vector>
+
+#include "../runtime/backend.h"
+#include "step.h"
+
+struct kilat_device_model {
+  int device = 0, blocks = 0;    // processors of the device, and blocks of every launch
+  int weights = 0;               // KILAT_WEIGHTS_...
+  kilat_cuda::ModelView view{};
+  char *arena = nullptr;
+  int64_t weight_bytes = 0, embedding_bytes = 0, table_bytes = 0;
+  int slots = 0, slot_bytes = 0, work_bytes = 0, shared_bytes = 0;
+  char kernels[48] = "";
+  std::vector<float> frequencies;  // of the rotation, [rotary / 2]
+  float rope_factor = 1;
+};
+
+struct kilat_device_session {
+  kilat_device_model *model = nullptr;
+  cudaStream_t stream = nullptr;
+  kilat_cuda::SessionView view{};
+  char *arena = nullptr;
+  unsigned long long *result = nullptr;  // pinned, the kernels write it
+  long long *trace = nullptr;            // device, as SessionView's
+  int64_t kv_bytes = 0, table_bytes = 0, activation_bytes = 0, scratch_bytes = 0;
+  unsigned barriers = 0, launches = 0;
+};
+
+namespace kilat_cuda {
+
+constexpr int kTraceClocks(int layers) { return layers * 8 + 32; }
+
+// Hands out pieces of one allocation. Run twice: without memory it adds up the size.
+class Carver {
+ public:
+  explicit Carver(char *base) : base_(base) {}
+  template <class T>
+  T *take(int64_t n) {
+    char *at = base_ ? base_ + used_ : nullptr;
+    used_ += (n * int64_t(sizeof(T)) + 255) & ~int64_t(255);
+    return reinterpret_cast<T *>(at);
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char *base_;
+  int64_t used_ = 0;
+};
+
+int build_model(const kilat_model_desc &desc, const kilat_options *options, kilat_device_model &m, kilat_failure *f);
+int create_session(kilat_device_model *m, int64_t context, int64_t flags, kilat_device_session &s, kilat_failure *f);
+
+// What a failed call of the CUDA runtime comes to.
+int fail_cuda(kilat_failure *f, cudaError_t error, const char *what);
+
+}  // namespace kilat_cuda

@@ -1,0 +1,188 @@
+// product.cuh: a block's tiles of one matrix times one vector, or times up to eight.
+//
+// The tensor cores do it: a tile is the left operand, token r is column r of the right one (a single token fills all columns). A column
+// of the result does not depend on the others, so one token and eight give the same bits. The sum of an output: a warp adds the chunks
+// j, j + 16, ... of a tile in order, then the warps' sums are added in order of j.
+#pragma once
+
+#include "stream.cuh"
+
+namespace kilat_cuda {
+
+// The right operand: vectors in shared memory (one), or in global memory (several).
+struct Vectors {
+  uint32_t shared;
+  const __nv_bfloat16 *global;
+  int stride, rows;
+};
+
+template <bool kMany>
+__device__ inline uint4 operand(const Vectors &x, int column) {
+  const int lane = threadIdx.x % 32, at = column + lane % 4 * 8;
+  if constexpr (kMany) {
+    const int row = min(lane / 4, x.rows - 1);
+    return at < x.stride ? load_fresh(x.global + int64_t(row) * x.stride + at) : make_uint4(0, 0, 0, 0);
+  } else {
+    return load_shared(x.shared + at * 2);
+  }
+}
+
+template <bool kMany>
+__device__ inline void multiply_bf16(float (&sum)[4], uint32_t at, int units, int column, const Vectors &x) {
+  float other[4] = {0, 0, 0, 0};
+  at += threadIdx.x % 32 * 16;
+#pragma unroll 2
+  for (int u = 0; u < units; ++u, at += 2048, column += kUnitColumns) {
+    const uint4 x0 = operand<kMany>(x, column), x1 = operand<kMany>(x, column + 32);
+    const uint4 a = load_shared(at), b = load_shared(at + 512), c = load_shared(at + 1024), d = load_shared(at + 1536);
+    multiply(sum, a.x, a.y, a.z, a.w, x0.x, x0.y);
+    multiply(other, b.x, b.y, b.z, b.w, x0.z, x0.w);
+    multiply(sum, c.x, c.y, c.z, c.w, x1.x, x1.y);
+    multiply(other, d.x, d.y, d.z, d.w, x1.z, x1.w);
+  }
+  for (int i = 0; i < 4; ++i) sum[i] += other[i];
+}
+
+// Two e4m3 numbers in bytes 1 and 3 of a word (or 0 and 2 after a shift) as bf16, exactly: the bits moved to their place are the
+// number times 2^-120.
+__device__ inline uint32_t widen_e4m3(uint32_t body, uint32_t sign) {
+  const uint32_t small = (body & 0x07f007f0u) | (sign & 0x80008000u), factor = 0x7b807b80u;  // 2^120
+  const __nv_bfloat162 wide =
+      __hmul2(*reinterpret_cast<const __nv_bfloat162 *>(&small), *reinterpret_cast<const __nv_bfloat162 *>(&factor));
+  return *reinterpret_cast<const uint32_t *>(&wide);
+}
+
+__device__ inline void multiply_words_e4m3(float (&sum)[4], uint32_t w0, uint32_t w1, uint32_t b0, uint32_t b1) {
+  multiply(sum, widen_e4m3(w0 >> 4, w0), widen_e4m3(w0 << 4, w0 << 8), widen_e4m3(w1 >> 4, w1), widen_e4m3(w1 << 4, w1 << 8), b0,
+           b1);
+}
+
+template <bool kMany>
+__device__ inline void multiply_fp8(float (&sum)[4], uint32_t at, int units, int column, const Vectors &x) {
+  const uint32_t scales = at + units * number_bytes(kFp8);
+  at += threadIdx.x % 32 * 16;
+#pragma unroll 2
+  for (int u = 0; u < units; ++u, at += 1024, column += kUnitColumns) {
+    const uint4 x0 = operand<kMany>(x, column), x1 = operand<kMany>(x, column + 32);
+    const uint4 a = load_shared(at), b = load_shared(at + 512);
+    const uint2 s = load_shared_8(scales + u * scale_bytes(kFp8));
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+    multiply_words_e4m3(even, a.x, a.y, x0.x, x0.y);
+    multiply_words_e4m3(odd, a.z, a.w, x0.z, x0.w);
+    multiply_words_e4m3(even, b.x, b.y, x1.x, x1.y);
+    multiply_words_e4m3(odd, b.z, b.w, x1.z, x1.w);
+    for (int i = 0; i < 4; ++i) sum[i] += (even[i] + odd[i]) * __uint_as_float(i < 2 ? s.x : s.y);
+  }
+}
+
+// Nibbles i and i + 4 of a word as bf16 numbers minus `offset` (given as a bf16 pair of -(128 + what the format takes away)).
+template <int kShift>
+__device__ inline uint32_t widen_nibbles(uint32_t word, uint32_t offset) {
+  const uint32_t raised = ((word >> kShift) & 0x000f000fu) | 0x43004300u;  // 128 + nibble
+  const __nv_bfloat162 n =
+      __hadd2(*reinterpret_cast<const __nv_bfloat162 *>(&raised), *reinterpret_cast<const __nv_bfloat162 *>(&offset));
+  return *reinterpret_cast<const uint32_t *>(&n);
+}
+
+__device__ inline void multiply_word_q4(float (&sum)[4], uint32_t w, uint32_t offset, uint32_t b0, uint32_t b1) {
+  multiply(sum, widen_nibbles<0>(w, offset), widen_nibbles<4>(w, offset), widen_nibbles<8>(w, offset), widen_nibbles<12>(w, offset),
+           b0, b1);
+}
+
+__device__ inline float2 halves(uint32_t pair) { return __half22float2(*reinterpret_cast<const __half2 *>(&pair)); }
+
+template <bool kMany, bool kMinima>
+__device__ inline void multiply_q4(float (&sum)[4], uint32_t at, int units, int column, const Vectors &x) {
+  constexpr int kFormat = kMinima ? kQ4Min : kQ4;
+  constexpr uint32_t kOffset = kMinima ? 0xc300c300u : 0xc308c308u, kOne = 0x3f803f80u;  // -128, -136; 1
+  const int lane = threadIdx.x % 32;
+  uint32_t scales = at + units * number_bytes(kFormat) + lane / 4 * (scale_bytes(kFormat) / 8);
+  at += lane * 16;
+#pragma unroll 2
+  for (int u = 0; u < units; ++u, at += 512, scales += scale_bytes(kFormat), column += kUnitColumns) {
+    const uint4 w = load_shared(at);
+    const uint4 x0 = operand<kMany>(x, column), x1 = operand<kMany>(x, column + 32);
+    const uint2 s = load_shared_8(scales);
+    float first[4] = {0, 0, 0, 0}, second[4] = {0, 0, 0, 0};
+    multiply_word_q4(first, w.x, kOffset, x0.x, x0.y);
+    multiply_word_q4(second, w.z, kOffset, x1.x, x1.y);
+    multiply_word_q4(first, w.y, kOffset, x0.z, x0.w);
+    multiply_word_q4(second, w.w, kOffset, x1.z, x1.w);
+    const float2 d0 = halves(s.x), d1 = halves(s.y);
+    for (int i = 0; i < 4; ++i) sum[i] += first[i] * (i < 2 ? d0.x : d0.y) + second[i] * (i < 2 ? d1.x : d1.y);
+    if constexpr (kMinima) {  // plus the group's minimum times the sum of its inputs
+      const uint2 minima = load_shared_8(scales + 8);
+      float total0[4] = {0, 0, 0, 0}, total1[4] = {0, 0, 0, 0};
+      multiply(total0, kOne, kOne, kOne, kOne, x0.x, x0.y);
+      multiply(total1, kOne, kOne, kOne, kOne, x1.x, x1.y);
+      multiply(total0, kOne, kOne, kOne, kOne, x0.z, x0.w);
+      multiply(total1, kOne, kOne, kOne, kOne, x1.z, x1.w);
+      const float2 m0 = halves(minima.x), m1 = halves(minima.y);
+      for (int i = 0; i < 4; ++i) sum[i] += total0[i] * (i < 2 ? m0.x : m0.y) + total1[i] * (i < 2 ? m1.x : m1.y);
+    }
+  }
+}
+
+template <bool kMany>
+__device__ inline void multiply_chunk(float (&sum)[4], int format, uint32_t at, int units, int column, const Vectors &x) {
+  if (format == kBf16)
+    multiply_bf16<kMany>(sum, at, units, column, x);
+  else if (format == kFp8)
+    multiply_fp8<kMany>(sum, at, units, column, x);
+  else if (format == kQ4)
+    multiply_q4<kMany, false>(sum, at, units, column, x);
+  else
+    multiply_q4<kMany, true>(sum, at, units, column, x);
+}
+
+// A block's share of matrix `index`: calls finish(tile, get) on threads of the block, where get(row in tile, token) is the sum of an
+// output. `work` is shared memory for the sums of warps; batches of tiles that fit in it are finished together.
+template <bool kMany, class Finish>
+__device__ void product(const Step &step, Stream &stream, const MatrixPlace &place, int index, const Vectors &x, float *work,
+                        int work_bytes, Finish finish) {
+  constexpr int kColumns = kMany ? kRows : 1;
+  const Shape &shape = step.model.shape[kind_of(step.model, index)];
+  const int format = place.format(), per = chunk_units(format, step.model.narrow);
+  const int chunks = (shape.units + per - 1) / per, sums = min(chunks, kWarps);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int tile_floats = sums * kTileRows * kColumns, batch = max(1, work_bytes / (tile_floats * 4));
+  int begin, end;
+  tiles_of_block(step.model, index, shape.tiles, begin, end);
+  int tile = begin + warp / chunks, chunk = warp % chunks;
+  for (int first = begin; first < end; first += batch) {
+    const int last = min(first + batch, end);
+    float sum[4] = {0, 0, 0, 0};
+    while (tile < last) {
+      const uint32_t at = stream.wait(step);
+      multiply_chunk<kMany>(sum, format, at, min(per, shape.units - chunk * per), chunk * per * kUnitColumns, x);
+      stream.release(step);
+      if (chunk + kWarps >= chunks) {  // the warp's last chunk of this tile
+        float *to = work + (tile - first) * tile_floats + (chunk % kWarps * kTileRows + lane / 4) * kColumns;
+        if constexpr (kMany) {
+          reinterpret_cast<float2 *>(to)[lane % 4] = make_float2(sum[0], sum[1]);
+          reinterpret_cast<float2 *>(to + 8 * kColumns)[lane % 4] = make_float2(sum[2], sum[3]);
+        } else if (lane % 4 == 0) {
+          to[0] = sum[0];
+          to[8] = sum[2];
+        }
+        for (int i = 0; i < 4; ++i) sum[i] = 0;
+      }
+      chunk += kWarps;
+      while (chunk >= chunks) {
+        chunk -= chunks;
+        ++tile;
+      }
+    }
+    __syncthreads();
+    const auto get = [&](int local, int row, int token) {
+      const float *from = work + local * tile_floats + row * kColumns + token;
+      float total = 0;
+      for (int j = 0; j < sums; ++j) total += from[j * kTileRows * kColumns];
+      return total;
+    };
+    finish(first, last - first, get);
+    __syncthreads();
+  }
+}
+
+}  // namespace kilat_cuda

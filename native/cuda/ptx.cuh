@@ -1,0 +1,102 @@
+// ptx.cuh: the few instructions that C++ has no name for.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+// Bulk copies that complete on a barrier in shared memory exist from sm_90 on; before, and with KILAT_NO_BULK, lanes copy 16 bytes each.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !defined(KILAT_NO_BULK)
+#define KILAT_BULK 1
+#else
+#define KILAT_BULK 0
+#endif
+
+namespace kilat_cuda {
+
+__device__ inline uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+#if KILAT_BULK
+__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ inline void barrier_init_visible() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// One thread: `bytes` from global memory; the barrier's phase ends when they are there.
+__device__ inline void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier, uint64_t policy) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+__device__ inline uint64_t policy_read_once() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline void barrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again_%=;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+#else
+__device__ inline void copy_16(uint32_t to, const void *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ inline void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+#endif
+
+// c [16, 8] += a [16, 16] b [16, 8], bf16 with fp32 sums.
+__device__ inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ inline uint4 load_shared(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+__device__ inline uint2 load_shared_8(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+  return v;
+}
+
+__device__ inline void add_release(unsigned *at, unsigned n) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(n) : "memory");
+}
+__device__ inline unsigned load_acquire(const unsigned *at) {
+  unsigned v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+
+// Elements of a bf16 pair as fp32.
+__device__ inline float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ inline float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ inline float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+__device__ inline uint32_t pair_of(float lo, float hi) {
+  const __nv_bfloat162 p = __floats2bfloat162_rn(lo, hi);
+  return *reinterpret_cast<const uint32_t *>(&p);
+}
+
+// Reads of what other blocks wrote in this launch go past L1, which is not kept in step.
+__device__ inline uint4 load_fresh(const void *p) { return __ldcg(static_cast<const uint4 *>(p)); }
+__device__ inline float load_fresh_bf16(const __nv_bfloat16 *p) {
+  return __uint_as_float(uint32_t(__ldcg(reinterpret_cast<const unsigned short *>(p))) << 16);
+}
+
+}  // namespace kilat_cuda

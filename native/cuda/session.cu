@@ -1,0 +1,66 @@
+// session.cu: buffers of one stream.
+#include <algorithm>
+#include <vector>
+
+#include "model.h"
+
+namespace kilat_cuda {
+
+namespace {
+
+void carve(kilat_device_session &s, int64_t context, bool keep_layers, Carver &c) {
+  const ModelView &m = s.model->view;
+  SessionView &v = s.view;
+  const int64_t groups = int64_t(m.kv_heads) * ((m.q_heads / m.kv_heads + 3) / 4);
+  v.context = int(context);
+  v.max_splits = int(std::clamp<int64_t>(s.model->blocks / groups, 1, 32));
+  v.kv = c.take<__nv_bfloat16>(int64_t(m.layers) * m.kv_heads * 2 * context * m.head_dim);
+  s.kv_bytes = c.used();
+  v.rope = c.take<float>(context * m.rotary);
+  s.table_bytes = c.used() - s.kv_bytes;
+  v.residual = c.take<__nv_bfloat16>(kRows * m.hidden);
+  v.normed = c.take<__nv_bfloat16>(kRows * m.hidden);
+  v.qkv = c.take<__nv_bfloat16>(int64_t(kRows) * m.shape[kQkv].rows);
+  v.attended = c.take<__nv_bfloat16>(int64_t(kRows) * m.shape[kOut].columns);
+  v.gated = c.take<__nv_bfloat16>(int64_t(kRows) * m.inner);
+  v.logits = c.take<float>(int64_t(m.shape[kHead].tiles) * kTileRows);
+  v.layers = keep_layers ? c.take<__nv_bfloat16>(int64_t(m.layers + 1) * m.hidden) : nullptr;
+  s.activation_bytes = c.used() - s.kv_bytes - s.table_bytes;
+  v.partial = c.take<float>(kRows * groups * v.max_splits * 4 * (m.head_dim + 2));
+  v.partial_done = c.take<unsigned>(kRows * groups);
+  v.tops = c.take<unsigned long long>(2 * s.model->blocks);
+  v.bins = c.take<unsigned long long>(4 * 256);
+  v.barrier = c.take<unsigned>(1);
+  s.trace = c.take<long long>(kTraceClocks(m.layers));
+  s.scratch_bytes = c.used() - s.kv_bytes - s.table_bytes - s.activation_bytes;
+}
+
+}  // namespace
+
+int create_session(kilat_device_model *m, int64_t context, int64_t flags, kilat_device_session &s, kilat_failure *f) {
+  s.model = m;
+  Carver sizes(nullptr);
+  carve(s, context, flags & KILAT_KEEP_LAYERS, sizes);
+  cudaError_t error = cudaSetDevice(m->device);
+  if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking);
+  if (error == cudaSuccess) error = cudaMalloc(reinterpret_cast<void **>(&s.arena), sizes.used());
+  if (error == cudaSuccess) error = cudaMemset(s.arena, 0, sizes.used());
+  if (error == cudaSuccess)
+    error = cudaHostAlloc(reinterpret_cast<void **>(&s.result), sizeof *s.result, cudaHostAllocMapped | cudaHostAllocPortable);
+  if (error != cudaSuccess) return fail_cuda(f, error, "memory for a session on the device");
+  *s.result = 0;
+  Carver places(s.arena);
+  carve(s, context, flags & KILAT_KEEP_LAYERS, places);
+  void *result = nullptr;
+  error = cudaHostGetDevicePointer(&result, s.result, 0);
+  s.view.result = static_cast<unsigned long long *>(result);
+  kilat_model_desc rope{};
+  rope.rotary = m->view.rotary, rope.inverse_frequencies = m->frequencies.data(), rope.rope_factor = m->rope_factor;
+  std::vector<float> table(size_t(context * m->view.rotary));
+  kilat_rope_table(&rope, context, table.data());
+  if (error == cudaSuccess) error = cudaMemcpy(const_cast<float *>(s.view.rope), table.data(), table.size() * 4, cudaMemcpyHostToDevice);
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  return error == cudaSuccess ? KILAT_OK : fail_cuda(f, error, "filling a session on the device");
+}
+
+}  // namespace kilat_cuda

@@ -1,0 +1,85 @@
+// step.h: what a forward pass on the device reads and writes; passed to the kernels by value.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <stdint.h>
+
+#include "layout.h"
+
+namespace kilat_cuda {
+
+// Device address of a matrix, a multiple of 256, plus its format.
+struct MatrixPlace {
+  uint64_t bits;
+  __host__ __device__ char *at() const { return reinterpret_cast<char *>(bits & ~uint64_t(255)); }
+  __host__ __device__ int format() const { return int(bits & 255); }
+};
+
+// The model: all pointers are device memory that never changes after load.
+struct ModelView {
+  Shape shape[kLayerMatrices + 1];
+  int layers, hidden, inner, q_heads, kv_heads, head_dim, rotary, vocab;
+  const int *windows;          // null or [layers]: tokens that a token sees, 0: all
+  float norm_eps, qk_norm_eps;
+  int narrow;                  // chunks are cut for small slots
+  const MatrixPlace *matrices; // [layers * 4 + 1]
+  const __nv_bfloat16 *norms;  // [layers * 2 + 1, hidden]: before attention, before the MLP, ...; the last is the head's
+  const __nv_bfloat16 *qk_norms;                   // [layers, 2, head_dim] or null
+  const float *biases[kLayerMatrices];             // [layers, rows of the matrix] in the packed order of rows, or null
+  const __nv_bfloat16 *embedding;                  // [vocab, hidden], or null: read from the head's matrix
+};
+
+// A session: buffers of one stream.
+struct SessionView {
+  int context, max_splits;
+  __nv_bfloat16 *kv;         // [layers, kv_heads, 2, context, head_dim]
+  const float *rope;         // [context, rotary]: cosines, then sines
+  __nv_bfloat16 *residual;   // [kRows, hidden]
+  __nv_bfloat16 *normed;     // [kRows, hidden]
+  __nv_bfloat16 *qkv;        // [kRows, (q_heads + 2 kv_heads) * head_dim]
+  __nv_bfloat16 *attended;   // [kRows, q_heads * head_dim]
+  __nv_bfloat16 *gated;      // [kRows, inner]
+  float *logits;             // [tiles of the head * 16]
+  __nv_bfloat16 *layers;     // [layers + 1, hidden] or null: what entered each layer
+  float *partial;            // [kRows, head groups, max_splits, 4, head_dim + 2]: sums, then maximum and total
+  unsigned *partial_done;    // [kRows, head groups]: splits that are ready; zero between steps
+  unsigned long long *tops;  // [2, blocks]: maxima of blocks, then sums of blocks
+  unsigned long long *bins;  // [4, 256] of the sampler
+  unsigned *barrier;         // counts arrivals of blocks, and wraps
+  volatile unsigned long long *result;  // host memory: launch number << 32 | (id + 2)
+  long long *trace;          // [layers * 8 + 16] or null: clock of block 0 at each barrier
+};
+
+struct DrawView {
+  float temperature, min_p_log;  // min_p_log: log of min_p, -inf for none
+  double top_p;
+  int top_k;
+  unsigned u24;                  // the uniform number times 2^24: an odd integer
+  int wanted;                    // 0: no id is drawn
+};
+
+struct Step {
+  ModelView model;
+  SessionView session;
+  DrawView draw;
+  int ids[kRows];
+  int rows, first;        // tokens of this pass and the position of the first
+  int first_matrix;       // 0, or layers * 4: only the head, of row `head_row` of `residual`
+  int head_row;
+  unsigned barriers;      // arrivals at `barrier` before this launch, over blocks
+  unsigned number;        // of this launch
+  int slots, slot_bytes;  // of a warp's ring
+  int work_bytes;         // shared memory between the rings and the barriers
+};
+
+// Queues a pass of `step` on a stream of the current device: on `blocks` blocks with `shared_bytes` of shared memory. step.rows > 1: only
+// the layers. step.barriers is set by the caller; barriers_of_pass says by how much the counter grows.
+cudaError_t launch_pass(const Step &step, int blocks, int shared_bytes, cudaStream_t stream);
+// The same, only sampling from the logits that are there.
+cudaError_t launch_sample(const Step &step, int blocks, int shared_bytes, cudaStream_t stream);
+int barriers_of_pass(const Step &step);
+int barriers_of_sample(const Step &step);
+// Shared memory that a block may have for launch_pass, once: raises the limit of the kernels.
+cudaError_t prepare_kernels(int shared_bytes);
+
+}  // namespace kilat_cuda
