@@ -101,6 +101,7 @@ class Dispatcher:
         p = self._placing
         p.now_s = now_s
         aborts: dict[str, list[str]] = {}
+        alone: list[Trip] = []
         for branch in branches:
             self._table.remove(branch)
             trip = p.trips.get(branch)
@@ -108,10 +109,16 @@ class Dispatcher:
                 continue
             if trip.at is not None and trip.stage is Stage.GIVEN:
                 aborts.setdefault(trip.at, []).append(branch)
+            else:
+                alone += trip.party[1:]  # no worker knows them yet
             p.unpin(trip)
             p.forget(trip)
         for worker_id, ids in aborts.items():
             p.tell(worker_id, Abort(ids if abort_as is None else [abort_as]))
+        for trip in alone:
+            trip.held = False
+            if not trip.over:
+                p.place_or_park(trip, no_worker())
         p.try_suspect()
         return p.flush()
 

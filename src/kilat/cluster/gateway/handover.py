@@ -96,8 +96,8 @@ def _last(p: Placing, trip: Trip, owner: str, offer: Offer, record: SessionRecor
     p.counts[metrics.HAND_OVERS if trip.target is not None else metrics.PLANNED_MOVES] += 1
     n_there = trip.fetch_end if target == trip.target else 0
     use = bool(offer.pages) and offer.first_token == n_there and p.workers.can_move(owner, target)
-    if trip.target is not None and target != trip.target:
-        p.release(trip.target, trip.fetched)
+    if target != trip.target:
+        p.unpin(trip)
     for t in trip.party:
         t.slot.raise_epoch()
         p.loads.sent(t.id, target, None, 0 if use or t is not trip else trip.n_tokens)
