@@ -169,7 +169,11 @@ void describe(Source *s, Taker *t) {
   d.rope_factor = inverse_frequencies(c.rope, c.max_context, s->frequencies.data());
   d.inverse_frequencies = s->frequencies.data();
   d.tied = c.tied;
-  s->identity = 0xcbf29ce484222325u;
+  const double numbers[] = {double(c.vocab),    double(c.hidden),  double(c.inner), double(c.layers),       double(c.q_heads),
+                            double(c.kv_heads), double(c.head_dim), c.eps,          double(d.rope_factor), double(c.tied)};
+  s->identity = mix(0xcbf29ce484222325u, numbers, sizeof numbers);
+  s->identity = mix(s->identity, s->frequencies.data(), s->frequencies.size() * sizeof(float));
+  s->identity = mix(s->identity, c.windows.data(), c.windows.size() * sizeof(int64_t));
   d.embedding = t->take(kEmbedding, -1, "weight", c.vocab, c.hidden);
   d.norm = t->take(kNorm, -1, "weight", 0, c.hidden);
   if (!c.tied) d.head = t->take(kHead, -1, "weight", c.vocab, c.hidden);
