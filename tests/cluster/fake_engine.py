@@ -1,5 +1,7 @@
 """An engine without a model, for tests of everything around it: what it says is a function of the prompt, the seed and the sample.
 
+Sessions move in and out as with the real one, but it has no pages: whoever adopts one of its sessions gets the record alone.
+
 Prompts may hold commands (bytes of the byte-level tokenizer of ``tiny_model``):
 
     say:TEXT      answer TEXT (up to the next special token), then end
@@ -10,19 +12,21 @@ Prompts may hold commands (bytes of the byte-level tokenizer of ``tiny_model``):
 
 import os
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import SimpleNamespace
 
 import msgspec
+from msgspec.structs import replace
 from tiny_model import EOS, IM_END
 
 from kilat.base import metrics
-from kilat.base.errors import CapacityError, ConfigError, EngineError, LimitError
+from kilat.base.errors import CapacityError, ConfigError, EngineError, LimitError, NotFoundError
 from kilat.base.hashing import branch_seed
 from kilat.base.ids import branch_id
+from kilat.policy.cache.changes import PageChanges
+from kilat.policy.sched.moves import Arrived, Departed
 from kilat.wire.messages import SessionEvent, TokenLogprob
 from kilat.wire.session import SessionRecord
 
@@ -52,6 +56,7 @@ class _Branch:
     cached: int
     seq: int = 0
     output: list[int] = field(default_factory=list)
+    hand_over: bool = False
 
 
 class FakeEngine:
@@ -79,14 +84,19 @@ class FakeEngine:
         self.step_count = 0
         self._live: dict[str, _Branch] = {}
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
-        self._doomed: deque[str] = deque()
+        self._held: dict[str, list[_Branch]] = {}
+        self._frozen: dict[str, _Branch] = {}
+        self._untold: list[str] = []
+        self.pages = SimpleNamespace(layout=None, view=None, fd=None)
         self._n_aborted = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live)
+        return bool(self._live or self._frozen)
 
-    def submit(self, record: SessionRecord) -> None:
+    def submit(
+        self, record: SessionRecord, arrived: Arrived | None = None, *, hand_over: bool = False
+    ) -> None:
         text = _text(record.prompt_ids)
         if "refuse!" in text:
             raise LimitError("the prompt says refuse, limit 0", param="prompt")
@@ -99,19 +109,26 @@ class FakeEngine:
         self._seen.add(key)
         room = self.settings.max_model_len - len(record.prompt_ids)
         limit = min(room, record.params.max_tokens or room)
-        for k in range(record.params.n):
+        for k in range(record.n_sessions):
             branch = branch_id(record.session_id, k)
-            self._live[branch] = _Branch(
-                branch, record, _script(record, k, limit), limit, cached if k == 0 else 0
+            output = list(record.output_ids) if k == 0 else []
+            script = _script(record, record.branch or k, limit)
+            made = _Branch(
+                branch, record, script, limit, cached if k == 0 else 0, len(output), output, hand_over
             )
+            if hand_over and k:
+                self._held.setdefault(record.session_id, []).append(made)  # goes with sample 0
+            else:
+                self._live[branch] = made
 
     def abort(self, session_ids: Iterable[str]) -> list[SessionEvent]:
         events = []
         for given in session_ids:
             session_id = given.removesuffix("#0")
             ids = [session_id] if "#" in given else [session_id, *(f"{session_id}#{k}" for k in range(1, 16))]
+            self._live.update((b.id, b) for b in self._held.pop(session_id, ()))
             for branch in ids:
-                found = self._live.pop(branch, None)
+                found = self._live.pop(branch, None) or self._frozen.pop(branch, None)
                 if found is not None:
                     self._n_aborted += 1
                     events.append(SessionEvent(branch, found.record.epoch, found.seq, [], finish="abort"))
@@ -124,13 +141,75 @@ class FakeEngine:
         if self.step_count == self.settings.die_after_steps:
             os._exit(9)
         running = list(self._live.values())[: self.settings.max_num_seqs]
-        return [self._advance(branch) for branch in running]
+        events = [self._advance(branch) for branch in running]
+        for b in running:
+            if b.id not in self._live:
+                self._live.update((other.id, other) for other in self._held.pop(b.id, ()))
+            elif b.hand_over:
+                self.freeze(b.id)
+        return events
+
+    def freeze(self, session_id: str) -> None:
+        if session_id in self._frozen:
+            return
+        if session_id not in self._live:
+            raise NotFoundError("no live session has this id")
+        self._frozen[session_id] = self._live.pop(session_id)
+        self._untold.append(session_id)
+
+    def take_frozen(self) -> list[str]:
+        told, self._untold = [i for i in self._untold if i in self._frozen], []
+        return told
+
+    def export(self, session_id: str) -> SessionRecord:
+        b = self._frozen.get(session_id) or self._live.get(session_id)
+        if b is None:
+            raise NotFoundError("no live session has this id")
+        return replace(
+            b.record,
+            session_id=b.id,
+            branch=b.record.branch if b.id == b.record.session_id else int(b.id.rpartition("#")[2]),
+            output_ids=list(b.output),
+            with_samples=bool(self._held.get(session_id)),
+        )
+
+    def depart(self, session_id: str) -> Departed:
+        record = self.export(session_id)
+        self._frozen.pop(session_id, None)
+        self._live.pop(session_id, None)
+        self._held.pop(session_id, None)
+        return Departed(record, [], 0)
+
+    def computed(self, session_id: str) -> tuple[int, list[int]]:
+        self.export(session_id)
+        return 0, []
+
+    def reserve(self, n_pages: int) -> list[int] | None:
+        return None
+
+    def pin(self, pages: Sequence[int]) -> None:
+        assert not pages
+
+    def unpin(self, pages: Sequence[int]) -> None:
+        assert not pages
+
+    def lend(self, names: Sequence[bytes]) -> list[int]:
+        return []
+
+    def seal_arrived(self, pages: Sequence[int], names: Sequence[bytes]) -> None:
+        assert not pages
+
+    def watch_pages(self) -> PageChanges:
+        return PageChanges()
+
+    def page_names(self) -> list[bytes]:
+        return []
 
     def _advance(self, b: _Branch) -> SessionEvent:
         text = _text(b.record.prompt_ids)
         if "crash!" in text:
             raise RuntimeError("the step broke")
-        if "exit!" in text and len(b.output) == 3:
+        if "exit!" in text and len(b.output) >= 3:
             os._exit(9)
         if "hang!" in text:
             time.sleep(3600)
@@ -157,7 +236,7 @@ class FakeEngine:
             finish = "length"
         if finish is not None:
             del self._live[b.id]
-        first = seq == 0
+        first = seq == len(b.record.output_ids)
         return SessionEvent(
             b.id,
             b.record.epoch,

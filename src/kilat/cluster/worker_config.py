@@ -12,7 +12,11 @@ EXIT_BAD_CONFIG = 78  # starting again would fail again
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the gateway is, who this worker is, and the engine's settings as JSON that its factory reads."""
+    """Where the gateway is, who this worker is, and the engine's settings as JSON that its factory reads.
+
+    ``transports``: how other workers may read its pages and it theirs, best first: ``shm`` (the engine needs ``shared_pool``), ``tcp``
+    (listens on ``page_host``), ``cuda_ipc``; none for a worker that is alone. ``offer_s``: seconds that pages stay pinned for others.
+    """
 
     address: str
     secret: str
@@ -21,6 +25,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine: msgspec.Raw
     status_interval_s: float = 0.5
     drain_s: float = 30.0
+    transports: tuple[str, ...] = ()
+    page_host: str = "127.0.0.1"
+    offer_s: float = 30.0
 
 
 def write_config(path: Path, config: WorkerConfig) -> None:

@@ -1,4 +1,5 @@
 """worker: one engine in a process of its own, driven over one socket.
 
-Reading order: channel (the sockets), beat (signs of life), loop, main; what it is started with is in cluster/worker_config. Only ``__main__`` imports the real engine.
+Reading order: channel (the sockets), beat (signs of life), engine (what is needed of one), loop, offers (pages that leave), arrivals (pages that
+come), mover (both), roads (over which transports), main; what it is started with is in cluster/worker_config. Only ``__main__`` imports the real engine.
 """

@@ -4,14 +4,15 @@ A session that cannot be taken is refused alone. An error in a step is the end o
 """
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from kilat.base.errors import CapacityError, EngineError, KilatError
 from kilat.base.ids import branch_id
 from kilat.base.log import event, get_logger
 from kilat.cluster.worker.beat import Pulse
 from kilat.cluster.worker.channel import Channel
+from kilat.cluster.worker.engine import AnyEngine
+from kilat.cluster.worker.mover import Mover, Roads
+from kilat.policy.sched.moves import Arrived
 from kilat.wire.messages import Abort, Drain, Hello, Ping, Refused, SessionEvent, StepEvents, Submit, ToWorker
 from kilat.wire.session import SessionRecord
 
@@ -22,58 +23,40 @@ SNAPSHOT_S = 0.2
 _log = get_logger("worker")
 
 
-class EngineFacts(Protocol):
-    """What the loop tells the gateway about the engine."""
-
-    @property
-    def model_id(self) -> str: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def page_tokens(self) -> int: ...
-    @property
-    def n_pages(self) -> int: ...
-    @property
-    def eos_ids(self) -> Sequence[int]: ...
-    @property
-    def kernels(self) -> str: ...
-    @property
-    def ledger_bytes(self) -> dict[str, int]: ...
-
-
-class AnyEngine(Protocol):
-    """What the loop needs of ``kilat.engine.core.Engine``; the loop's thread owns it."""
-
-    @property
-    def info(self) -> EngineFacts: ...
-    @property
-    def has_work(self) -> bool: ...
-    @property
-    def step_count(self) -> int: ...
-
-    def submit(self, record: SessionRecord) -> None: ...
-    def abort(self, session_ids: Iterable[str]) -> list[SessionEvent]: ...
-    def step(self) -> list[SessionEvent]: ...
-    def counters(self) -> dict[str, float]: ...
-    def gauges(self) -> dict[str, float]: ...
-    def close(self) -> None: ...
-
-
 class WorkerLoop:
     """Drives one engine until it is drained. ``pulse`` is kept up to date for the beat."""
 
-    def __init__(self, worker_id: str, engine: AnyEngine, channel: Channel, pulse: Pulse) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        engine: AnyEngine,
+        channel: Channel,
+        pulse: Pulse,
+        roads: Roads | None = None,
+        *,
+        offer_s: float = 30.0,
+    ) -> None:
         self._worker_id = worker_id
         self._engine = engine
         self._channel = channel
         self._pulse = pulse
+        self._mover = Mover(
+            worker_id,
+            engine,
+            engine.info.page_tokens,
+            roads,
+            send=channel.send,
+            send_events=self._send_events,
+            submit=self._submit,
+            offer_s=offer_s,
+        )
         self._live: set[str] = set()
         self._drain_until_s: float | None = None
         self._snapshot_at_s = 0.0
+
+    def close(self) -> None:
+        """After :meth:`run`: end the reads of pages. The engine may be closed then."""
+        self._mover.close()
 
     def drain(self, deadline_s: float) -> None:
         """Take no new sessions; :meth:`run` returns when the running ones have ended, which happens within ``deadline_s`` seconds.
@@ -93,7 +76,11 @@ class WorkerLoop:
         while not self._drained():
             for message in self._channel.receive(wait_s):
                 self._handle(message)
+            self._mover.poll()
             wait_s = self._step() if self._engine.has_work else IDLE_WAIT_S
+            self._mover.after_step()
+            if self._mover.is_reading:
+                wait_s = min(wait_s, STUCK_WAIT_S)
             if time.monotonic() - self._snapshot_at_s > SNAPSHOT_S:
                 self._snapshot()
 
@@ -122,26 +109,34 @@ class WorkerLoop:
 
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Submit):
-            self._submit(message.record)
+            if self._drain_until_s is not None:
+                self._refuse(message.record, _draining())
+            else:
+                self._mover.submit(message)
         elif isinstance(message, Abort):
-            self._send_events(self._engine.abort(message.session_ids))
+            events = self._mover.abort(message.session_ids)
+            self._send_events(events + self._engine.abort(message.session_ids))
         elif isinstance(message, Drain):
             self.drain(message.deadline_s)
         elif isinstance(message, Ping):
             self._tell_status()
+        else:
+            self._mover.handle(message)
 
-    def _submit(self, record: SessionRecord) -> None:
+    def _submit(self, record: SessionRecord, arrived: Arrived | None, hand_over: bool) -> bool:
         try:
             if self._drain_until_s is not None:
-                raise CapacityError("the worker is shutting down: try again soon", status=503)
-            self._engine.submit(record)
+                raise _draining()
+            self._engine.submit(record, arrived, hand_over=hand_over)
         except KilatError as e:
             self._refuse(record, e)
         except Exception:  # noqa: BLE001  (logged; only this session may fail)
             _log.exception("a session could not be taken")
             self._refuse(record, EngineError("the engine failed to take this request", code="internal_error"))
         else:
-            self._live.update(branch_id(record.session_id, k) for k in range(record.params.n))
+            self._live.update(branch_id(record.session_id, k) for k in range(record.n_sessions))
+            return True
+        return False
 
     def _refuse(self, record: SessionRecord, e: KilatError) -> None:
         after_s = e.retry_after_s if isinstance(e, CapacityError) else 1.0
@@ -153,12 +148,12 @@ class WorkerLoop:
         until_s = self._drain_until_s
         if until_s is None:
             return False
-        if not self._engine.has_work:
+        if not self._engine.has_work and not self._mover.is_busy:
             return True
         if time.monotonic() < until_s:
             return False
         event(_log, "drain_deadline", aborted=len(self._live))
-        self._send_events(self._engine.abort(sorted(self._live)))
+        self._send_events(self._mover.abort_all() + self._engine.abort(sorted(self._live)))
         return True
 
     def _tell_status(self) -> None:
@@ -184,4 +179,10 @@ class WorkerLoop:
             eos_ids=list(info.eos_ids),
             kernels=info.kernels,
             ledger_bytes=info.ledger_bytes,
+            layout=self._mover.layout,
+            endpoints=self._mover.endpoints,
         )
+
+
+def _draining() -> CapacityError:
+    return CapacityError("the worker is shutting down: try again soon", status=503)

@@ -11,7 +11,10 @@ from kilat.base.errors import KilatError
 from kilat.base.log import get_logger, setup
 from kilat.cluster.worker.beat import Beat, Pulse
 from kilat.cluster.worker.channel import Channel
-from kilat.cluster.worker.loop import AnyEngine, WorkerLoop
+from kilat.cluster.worker.engine import AnyEngine, PoolMemory
+from kilat.cluster.worker.loop import WorkerLoop
+from kilat.cluster.worker.mover import Roads
+from kilat.cluster.worker.roads import open_roads
 from kilat.cluster.worker_config import (
     EXIT_BAD_CONFIG,
     EXIT_ORPHAN,
@@ -29,8 +32,12 @@ _log = get_logger("worker")
 EngineFactory = Callable[[bytes], AnyEngine]
 
 
-def run_worker(path: Path, factory: EngineFactory) -> int:
-    """Serve until drained; returns the exit code. ``factory`` makes the engine of the configuration's JSON."""
+RoadsFactory = Callable[[WorkerConfig, PoolMemory], Roads]
+
+
+def run_worker(path: Path, factory: EngineFactory, roads: RoadsFactory = open_roads) -> int:
+    """Serve until drained; returns the exit code. ``factory`` makes the engine of the configuration's JSON, ``roads`` the ways of its
+    pages."""
     setup("worker")
     config = take_config(path)
     _die_with(config.parent_pid)
@@ -39,15 +46,18 @@ def run_worker(path: Path, factory: EngineFactory) -> int:
     beat.start()
     channel = Channel(config.address, config.secret, config.worker_id)
     try:
-        return _serve(config, channel, pulse, factory)
+        return _serve(config, channel, pulse, factory, roads)
     finally:
         beat.stop()
         channel.close()
 
 
-def _serve(config: WorkerConfig, channel: Channel, pulse: Pulse, factory: EngineFactory) -> int:
+def _serve(
+    config: WorkerConfig, channel: Channel, pulse: Pulse, factory: EngineFactory, roads: RoadsFactory
+) -> int:
     try:
         engine = factory(bytes(config.engine))
+        ways = roads(config, engine.pages) if config.transports else None
     except KilatError as e:
         _log.error("%s", e.message)
         channel.send(Fatal(e.message))
@@ -56,7 +66,7 @@ def _serve(config: WorkerConfig, channel: Channel, pulse: Pulse, factory: Engine
         _log.exception("the engine could not be built")
         channel.send(Fatal(f"the engine could not be built ({type(e).__name__})"))
         return EXIT_START_FAILED
-    loop = WorkerLoop(config.worker_id, engine, channel, pulse)
+    loop = WorkerLoop(config.worker_id, engine, channel, pulse, ways, offer_s=config.offer_s)
     signal.signal(signal.SIGTERM, lambda number, frame: loop.drain(config.drain_s))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, which then asks us
     try:
@@ -65,6 +75,7 @@ def _serve(config: WorkerConfig, channel: Channel, pulse: Pulse, factory: Engine
         _log.exception("a step failed")
         channel.send(Fatal(f"a step failed ({type(e).__name__}: {e})"))
         return EXIT_STEP_FAILED
+    loop.close()
     engine.close()
     return 0
 

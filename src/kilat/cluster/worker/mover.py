@@ -1,0 +1,169 @@
+"""The mover: what a worker does about pages and sessions that come and go, between the steps of its engine. It never waits."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kilat.cluster.worker.arrivals import Arrivals, SubmitFn
+from kilat.cluster.worker.engine import MovingEngine
+from kilat.cluster.worker.offers import Offers
+from kilat.kv.board import Board
+from kilat.kv.links import Links
+from kilat.kv.moves import Moves
+from kilat.kv.transport import Transport
+from kilat.policy.cache.changes import PageChanges
+from kilat.wire.kv import Endpoint, KvLayout
+from kilat.wire.messages import (
+    Adopt,
+    Export,
+    Fetch,
+    FromWorker,
+    Lend,
+    PagesChanged,
+    Peers,
+    Release,
+    Resync,
+    SessionEvent,
+    Submit,
+    ToWorker,
+)
+
+
+@dataclass(frozen=True)
+class Roads:
+    """How pages get in and out: transports, best first, the board of open moves, and the layout of the pages. All closed by the mover."""
+
+    transports: Sequence[Transport]
+    board: Board
+    layout: KvLayout
+
+
+class Mover:
+    """Belongs to the loop's thread. Without ``roads`` sessions still come and go, but their pages are computed again.
+
+    ``submit`` gives a session to the engine, or refuses it and says False. ``offer_s``: how long others have to read what is offered.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        engine: MovingEngine,
+        page_tokens: int,
+        roads: Roads | None,
+        *,
+        send: Callable[[FromWorker], None],
+        send_events: Callable[[list[SessionEvent]], None],
+        submit: SubmitFn,
+        offer_s: float,
+    ) -> None:
+        self._worker_id = worker_id
+        self._engine = engine
+        self._roads = roads
+        self._send = send
+        self._submit = submit
+        self._links = Links(roads.transports if roads else [])
+        self.moves = Moves()
+        board = roads.board if roads and roads.transports else None
+        self._offers = Offers(worker_id, engine, page_tokens, board, self.moves, send, offer_s=offer_s)
+        self._arrivals = Arrivals(engine, page_tokens, self._links, self.moves, send, submit, send_events)
+        self._changes: PageChanges | None = None
+        self._seq = 0
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """For Hello: how others read this worker's pages."""
+        return self._links.endpoints()
+
+    @property
+    def layout(self) -> KvLayout | None:
+        """For Hello: None when nobody can read this worker's pages."""
+        return self._roads.layout if self._roads and self._roads.transports else None
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the loop should look again soon."""
+        return self._arrivals.is_reading
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether sessions are on their way here, or pages are pinned for others."""
+        return bool(len(self._arrivals) or len(self.moves))
+
+    def submit(self, message: Submit) -> None:
+        """Give a session to the engine, after its prefix has been read if it comes with one."""
+        record = message.record
+        self._arrivals.forget(record.session_id)
+        if message.prefix is not None:
+            self._arrivals.adopt(
+                record, message.prefix, time.monotonic(), hand_over=message.hand_over, seal=True
+            )
+        else:
+            self._submit(record, None, message.hand_over)
+        if message.hand_over:
+            self._offers.watch(record.session_id)
+
+    def handle(self, message: ToWorker) -> None:
+        """Take in a message about pages; others are none of its business."""
+        now_s = time.monotonic()
+        if isinstance(message, Peers):
+            others = {w: ends for w, ends in message.endpoints.items() if w != self._worker_id}
+            self._links.set_peers(others)
+        elif isinstance(message, Fetch):
+            self._arrivals.fetch(message.session_id, message.offer, now_s)
+        elif isinstance(message, Adopt):
+            self._arrivals.adopt(message.record, message.offer, now_s)
+        elif isinstance(message, Export):
+            self._export(message.session_ids, now_s)
+        elif isinstance(message, Lend):
+            self._offers.lend(message.move_id, message.names, now_s)
+        elif isinstance(message, Release):
+            self._offers.release(message.move_ids)
+            self._arrivals.release(message.move_ids)
+        elif isinstance(message, Resync):
+            self._tell_all_pages()
+
+    def abort(self, session_ids: Iterable[str]) -> list[SessionEvent]:
+        """Stop sessions that are on their way here; returns their last events."""
+        return self._arrivals.abort(session_ids)
+
+    def abort_all(self) -> list[SessionEvent]:
+        """Stop all sessions that are on their way here; returns their last events."""
+        return self._arrivals.abort_all()
+
+    def poll(self) -> None:
+        """Take in reads that have ended and times that are over. Sessions start here, so call it before a step."""
+        self._arrivals.poll()
+        now_s = time.monotonic()
+        self._arrivals.expire(now_s)
+        self._offers.expire(now_s)
+
+    def after_step(self) -> None:
+        """Tell what the step has changed. Send the events of the step before, for offered sessions go on after them."""
+        self._offers.after_step(time.monotonic())
+        if self._changes:
+            stored, dropped = self._changes.take()
+            self._tell_pages(PagesChanged(self._seq, stored, dropped))
+
+    def close(self) -> None:
+        """End all reads; afterwards nothing touches the pool."""
+        self._links.close()
+        if self._roads is not None:
+            self._roads.board.close()
+
+    def _export(self, session_ids: Iterable[str], now_s: float) -> None:
+        for session_id in session_ids:
+            record = self._arrivals.forget(session_id)
+            if record is not None:
+                self._offers.offer_record(record, now_s)
+            else:
+                self._offers.export(session_id)
+
+    def _tell_all_pages(self) -> None:
+        if self._changes is None:
+            self._changes = self._engine.watch_pages()
+        self._changes.take()
+        self._tell_pages(PagesChanged(self._seq, self._engine.page_names(), [], whole=True))
+
+    def _tell_pages(self, message: PagesChanged) -> None:
+        self._send(message)
+        self._seq += 1
