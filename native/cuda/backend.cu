@@ -138,7 +138,7 @@ int await(Session *s, unsigned number, int32_t *next, kilat_failure *f) {
       *next = id;
       return KILAT_OK;
     }
-    if (spins % 65536) continue;
+    if (spins % (1u << 20)) continue;
     const cudaError_t error = cudaStreamQuery(s->stream);
     if (error != cudaErrorNotReady && error != cudaSuccess) return fail_cuda(f, error, "a step on the device");
   }

@@ -6,6 +6,8 @@
 
 namespace kilat_cuda {
 
+constexpr unsigned kMostPolls = 1u << 23;
+
 // Barriers of one launch. The counter in memory only grows (and wraps); the host knows where it stands when a launch begins.
 class Grid {
  public:
@@ -19,8 +21,8 @@ class Grid {
     if (threadIdx.x == 0) {
       add_release(counter_, 1);
       const unsigned target = passed_ * gridDim.x;
-      while (int(load_acquire(counter_) - target) < 0) {
-      }
+      for (unsigned polls = 0; int(load_acquire(counter_) - target) < 0; ++polls)
+        if (polls == kMostPolls) __trap();  // seconds: a block is gone, and an error is better than a device that hangs
     }
     __syncthreads();
     mark();

@@ -1,0 +1,181 @@
+"""A pass of the CUDA backend against torch with the same roundings; one token at a time, in prompts, after a restore."""
+
+import ctypes as c
+
+import pytest
+import torch
+
+from kilat.ops.sample import Filter, sample_row, uniform
+from tests.native import cuda_table as table
+from tests.native.cuda_models import Config, RandomModel, Session, greedy
+
+pytestmark = pytest.mark.gpu
+
+LLAMA = Config(3, 256, 704, 8, 2, 64, 1003)
+CONFIGS = {
+    "llama": LLAMA,
+    "llama-untied": Config(2, 512, 1000, 4, 4, 128, 515, tied=False),
+    "qwen2": Config(2, 896, 4864, 14, 2, 64, 2048, qkv_bias=True),
+    "qwen3": Config(2, 512, 1024, 16, 4, 128, 600, head_norms=True),
+    "all-biases": Config(2, 256, 512, 8, 8, 32, 500, all_biases=True),
+    "window-partial-rotation": Config(2, 256, 512, 10, 2, 96, 500, window=50, rotary=48),
+    "large-heads": Config(1, 768, 512, 4, 1, 256, 500),
+    "llama-8b-layers": Config(2, 4096, 14336, 32, 8, 128, 4096, tied=False),
+    "fp8": Config(2, 512, 1152, 8, 2, 64, 500, format="fp8", tied=False),
+    "fp8-wide": Config(2, 512, 1152, 8, 2, 64, 500, format="fp8", wide=True),
+    "q4_0": Config(2, 512, 1152, 8, 2, 64, 500, format="q4_0", tied=False),
+    "q4_1": Config(2, 576, 1536, 9, 3, 64, 500, format="q4_1", tied=False),
+}
+
+
+@pytest.fixture(scope="module")
+def lib():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return table.load_library(table.build_library())
+
+
+@pytest.fixture
+def opened(lib):
+    """Opens sessions and closes them."""
+    sessions = []
+
+    def create(model: RandomModel, context: int = 512, flags: int = table.KEEP_LAYERS) -> Session:
+        sessions.append(Session(lib, model, context, flags))
+        return sessions[-1]
+
+    yield create
+    for session in sessions:
+        session.close()
+
+
+def tokens(n: int, vocab: int) -> list[int]:
+    return [(i * 7919 + 13) % vocab for i in range(n)]
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b.cpu()).norm() / b.norm())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_layers_are_those_of_torch(opened, name):
+    model = RandomModel(CONFIGS[name])
+    session = opened(model)
+    ids = tokens(203, model.config.vocab)
+    logits, layers = model.reference(ids)
+    done = 0
+    for n in (5, 1, 1, 64, 1, 130, 1):
+        session.forward(ids[done : done + n], done)
+        done += n
+        assert distance(session.layers(), layers[:, done - 1]) < 1e-2, f"layers at {done - 1}"
+        assert distance(session.logits(), logits[done - 1]) < 1.5e-2, f"logits at {done - 1}"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "window-partial-rotation", "fp8", "q4_1"])
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(opened, name):
+    model = RandomModel(CONFIGS[name])
+    ids = tokens(100, model.config.vocab)
+    seen = []
+    for cut in (1, 7, 8, 100):
+        session = opened(model)
+        for first in range(0, len(ids), cut):
+            session.forward(ids[first : first + cut], first)
+        seen.append((session.logits(), session.state(len(ids)), session.layers()))
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other))
+
+
+def test_a_step_gives_the_same_bits_again(opened):
+    model = RandomModel(CONFIGS["qwen2"])
+    ids = tokens(300, model.config.vocab)
+    session = opened(model)
+    session.forward(ids, 0)
+    first = session.logits()
+    for _ in range(20):
+        session.forward(ids[-1:], len(ids) - 1)
+        assert torch.equal(session.logits(), first)
+
+
+def test_a_restored_session_goes_on_as_the_first_would(opened):
+    model = RandomModel(LLAMA)
+    a, b = opened(model), opened(model, context=300)
+    ids = tokens(80, LLAMA.vocab)
+    a.forward(ids[:79], 0)
+    b.restore(79, a.state(79))
+    assert torch.equal(a.logits(), b.logits())
+    a.forward(ids[79:], 79), b.forward(ids[79:], 79)
+    assert torch.equal(a.logits(), b.logits())
+
+
+def test_greedy_takes_the_lowest_of_the_largest(opened):
+    model = RandomModel(LLAMA)
+    session = opened(model)
+    for i, token in enumerate(tokens(30, LLAMA.vocab)):
+        drawn = session.forward([token], i, c.byref(greedy()))
+        assert drawn == int(session.logits().argmax())
+
+
+FILTERS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 20, 1.0, 0.0),
+    (1.3, 0, 0.8, 0.0),
+    (0.9, 50, 0.9, 0.02),
+    (1.0, 1, 1.0, 0.0),
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_draws_are_those_of_the_reference(opened, filters):
+    temperature, top_k, top_p, min_p = filters
+    session = opened(RandomModel(CONFIGS["qwen2"]))
+    session.forward([5, 6, 7], 0)
+    logits = session.logits()
+    wanted, got = [], []
+    for position in range(200):
+        draw = table.Draw(temperature, top_p, min_p, uniform(3, position), top_k)
+        got.append(session.sample(draw))
+        wanted.append(sample_row(logits, Filter(temperature, top_k, top_p, min_p, 3, position)))
+    # a uniform number may fall between the two sums of exp, which differ in their last bits
+    assert sum(a != b for a, b in zip(got, wanted)) <= 1
+
+
+def test_a_draw_of_a_step_is_the_draw_of_its_logits(opened):
+    model = RandomModel(LLAMA)
+    session = opened(model)
+    for i, token in enumerate(tokens(20, LLAMA.vocab)):
+        draw = table.Draw(1.1, 0.95, 0.0, uniform(9, i), 40)
+        assert session.forward([token], i, c.byref(draw)) == session.sample(draw)
+
+
+def test_output_that_is_not_finite_is_an_error(opened):
+    model = RandomModel(LLAMA)
+    model.norm.data[3] = float("nan")
+    session = opened(model)
+    with pytest.raises(RuntimeError, match="not finite"):
+        session.forward([1], 0, c.byref(greedy()))
+
+
+def test_memory_report_is_what_the_driver_gave(opened):
+    model = RandomModel(Config(2, 2048, 8192, 32, 8, 64, 32000))
+    opened(RandomModel(LLAMA))  # the context and the kernels are there
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    session = opened(model, context=65536)
+    used = before - torch.cuda.mem_get_info()[0]
+    assert abs(sum(session.memory().values()) - used) < 0.02 * used + (4 << 20)
+
+
+def test_block_formats_are_read_as_the_runtime_reads_them(lib):
+    block_bytes = {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 12: 144, 13: 176, 14: 210}
+    generator = torch.Generator().manual_seed(1)
+    for kind, size in block_bytes.items():
+        items = 256 if kind >= 12 else 32
+        data = torch.randint(0, 256, (64, size), generator=generator, dtype=torch.uint8)
+        # the scales' exponents: finite numbers of ordinary size
+        for high_byte in {14: (209,), 12: (1, 3), 13: (1, 3), 3: (1, 3), 7: (1, 3)}.get(kind, (1,)):
+            data[:, high_byte] = (data[:, high_byte] & 0x83) | 0x28
+        n = 64 * items
+        differ = lib.kilat_compare_format(
+            c.c_int(kind), c.c_void_p(data.data_ptr()), c.c_int64(n), c.c_int64(data.numel())
+        )
+        assert 0 <= differ <= n // 1000, f"type {kind}: {differ} of {n}"
