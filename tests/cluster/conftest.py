@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from served import Served, Stream
 from tiny_model import TinyFiles, write_tiny_model
+from worker_pair import Worker
+
+from kilat.kv.local import LocalHub
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +55,18 @@ def streams() -> Iterator[Callable[..., Stream]]:
     yield make
     for stream in made:
         stream.close()
+
+
+@pytest.fixture
+def start_worker() -> Iterator[Callable[..., Worker]]:
+    """Starts worker loops in threads: ``start_worker(name, transport, **settings of the engine)``."""
+    hub = LocalHub()
+    made: list[Worker] = []
+
+    def make(name: str, transport: Any = "local", **settings: Any) -> Worker:
+        made.append(Worker(name, hub, transport, **settings))
+        return made[-1]
+
+    yield make
+    for w in made:
+        w.stop()

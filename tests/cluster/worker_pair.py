@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from sched_engine import SchedEngine
 
 from kilat.base import metrics
+from kilat.base.ids import branch_id
 from kilat.cluster.worker.beat import Pulse
 from kilat.cluster.worker.loop import WorkerLoop
 from kilat.cluster.worker.mover import Roads
@@ -17,9 +19,26 @@ from kilat.kv.local import LocalHub, LocalTransport
 from kilat.kv.shm import ShmTransport
 from kilat.kv.tcp import TcpTransport
 from kilat.kv.transport import Pages, Transport
-from kilat.wire.messages import Drain, FromWorker, Hello, Peers, StepEvents, ToWorker
+from kilat.wire.messages import (
+    Adopt,
+    Drain,
+    Fetch,
+    Fetched,
+    FromWorker,
+    Hello,
+    Offered,
+    Peers,
+    Release,
+    StepEvents,
+    Submit,
+    ToWorker,
+)
+from kilat.wire.session import SessionRecord
+from tests.policy.sched.fakes import alone
 
 LIMIT_S = 20.0
+KINDS = ["local", "shm", "tcp"]
+PROMPT = [k % 7 for k in range(45)]
 SECRET = b"secret"
 
 _M = TypeVar("_M", bound=FromWorker)
@@ -172,3 +191,46 @@ def introduce(*workers: Worker) -> None:
     endpoints = {w.name: w.hello.endpoints for w in workers}
     for w in workers:
         w.tell(Peers(endpoints))
+
+
+Start = Callable[..., Worker]
+
+
+def pair(start: Start, transport: Any = "local", **settings: Any) -> tuple[Worker, Worker]:
+    p, d = start("p", transport, **settings), start("d", transport, **settings)
+    introduce(p, d)
+    return p, d
+
+
+def hand_over(p: Worker, d: Worker, r: SessionRecord) -> tuple[list[Offered], list[Fetched]]:
+    """What a gateway does: from the submission to the last release. Returns the offers and the reports."""
+    p.tell(Submit(r, hand_over=True))
+    offers: list[Offered] = []
+    while not offers or offers[-1].record is None:
+        offers.append(p.wait(Offered, lambda m: m.session_id == r.session_id))
+        if offers[-1].record is None:
+            d.tell(Fetch(r.session_id, offers[-1].offer))
+    adopt(d, offers[-1])
+    fetched = [d.wait(Fetched) for _ in offers]
+    p.tell(Release([f.move_id for f in fetched]))
+    return offers, fetched
+
+
+def adopt(d: Worker, offered: Offered) -> None:
+    assert offered.record is not None
+    d.tell(Adopt(replace(offered.record, epoch=offered.record.epoch + 1), offered.offer))
+
+
+def check_same(r: SessionRecord, *workers: Worker) -> None:
+    """All samples said what they say alone, whoever said it."""
+    for k in range(r.params.n):
+        sample = branch_id(r.session_id, k)
+        workers[-1].wait_end(sample)
+        said = [t for w in workers for t in w.tokens(sample)]
+        assert said == alone(r, k, 128)[0], sample
+
+
+def check_clean(*workers: Worker) -> None:
+    """No page is pinned, and the loop goes on."""
+    for w in workers:
+        w.until(lambda w=w: w.n_pinned == 0)  # type: ignore[misc]
