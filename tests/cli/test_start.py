@@ -48,7 +48,9 @@ def test_help_takes_under_150_ms() -> None:
     assert min(times) < 0.150
 
 
-@pytest.mark.parametrize("file", ["chat", "run", "bench", "serve", "model", "doctor"])
+@pytest.mark.parametrize(
+    "file", ["chat", "run", "bench", "serve", "model", "doctor", "top", "drain", "cache"]
+)
 def test_command_file_needs_no_torch(file: str) -> None:
     done = python(BLOCKED.format(names=("torch",)) + f"import kilat.cli.{file}")
     assert done.returncode == 0, done.stderr

@@ -121,6 +121,13 @@ class Client:
         except httpx.HTTPError as e:
             raise _unreachable(e) from e
 
+    async def get(self, path: str) -> dict[str, Any]:
+        """The body of a GET."""
+        try:
+            return _reply(await self._http.get(path, timeout=CONNECT_TIMEOUT_S)).body
+        except httpx.HTTPError as e:
+            raise _unreachable(e) from e
+
     async def complete(self, path: str, body: dict[str, Any]) -> Reply:
         """POST ``body``; the whole answer."""
         try:

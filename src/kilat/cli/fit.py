@@ -48,17 +48,20 @@ def predict(files: ModelFiles, settings: EngineConfig, chosen: "Kernels", machin
     """
     import torch
 
-    from kilat.engine.build import choose_device, choose_dtype, choose_max_model_len, kv_layout
+    from kilat.engine.build import choose_device, choose_dtype, choose_fp8, choose_max_model_len, kv_layout
     from kilat.engine.kv_memory import choose_pages, free_bytes
     from kilat.load.weights import open_weights
     from kilat.models.registry import read_config
+    from kilat.ops.fp8_linear import FP8
 
     device = choose_device(settings.device)
     raw = read_raw_config(files)
     decoder = read_config(raw)
     dtype = choose_dtype(settings.dtype, raw)
     max_model_len = choose_max_model_len(settings.max_model_len, decoder.max_positions)
-    layout = kv_layout(decoder, settings.page_tokens, dtype, settings.model_id)
+    layout = kv_layout(
+        decoder, settings.page_tokens, FP8 if settings.kv_dtype == "fp8" else dtype, settings.model_id
+    )
     n_pages = choose_pages(
         layout,
         asked_bytes=settings.kv_cache_bytes,
@@ -67,12 +70,14 @@ def predict(files: ModelFiles, settings: EngineConfig, chosen: "Kernels", machin
         max_model_len=max_model_len,
     )
     with open_weights(files) as weights:
-        values = sum(math.prod(shape) for shape in weights.shapes().values())
+        shapes = weights.shapes()
+    fp8 = choose_fp8(settings.quant, raw) and chosen.pack_fp8 is not None
+    weight_bytes = sum(_kept_bytes(n, s, dtype.itemsize, fp8=fp8) for n, s in shapes.items())
     if decoder.tied and chosen.name.startswith("cpu"):
         # the output head is packed for the kernels, beside the table of the embedding
-        values += decoder.vocab_size * decoder.hidden
+        weight_bytes += decoder.vocab_size * decoder.hidden * dtype.itemsize
     ledger = {
-        "weights": values * dtype.itemsize,
+        "weights": weight_bytes,
         "pages": (n_pages + 1) * layout.page_bytes,  # one takes the writes of padding rows
         "workspace": _workspace_bytes(decoder, settings, dtype.itemsize),
     }
@@ -87,6 +92,17 @@ def predict(files: ModelFiles, settings: EngineConfig, chosen: "Kernels", machin
         kv_token_bytes=layout.page_bytes // settings.page_tokens,
         ledger_bytes=ledger,
     )
+
+
+def _kept_bytes(name: str, shape: tuple[int, ...], itemsize: int, *, fp8: bool) -> int:
+    """Bytes of a checkpoint's tensor once loaded."""
+    from kilat.quant.fp8_blocks import BLOCK, SCALE_SUFFIX
+
+    if name.endswith(SCALE_SUFFIX):
+        return 0
+    if fp8 and len(shape) == 2 and name.startswith("model.layers."):
+        return math.prod(shape) + 4 * math.prod(-(-n // BLOCK) for n in shape)
+    return math.prod(shape) * itemsize
 
 
 def _workspace_bytes(decoder: "DecoderConfig", settings: EngineConfig, itemsize: int) -> int:

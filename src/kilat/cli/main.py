@@ -53,6 +53,18 @@ def build_parser() -> Parser:
     parser.set_defaults(command=None, parser=parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     _serve(_command(commands, "serve", "serve a model over the OpenAI API"))
+    _top(_command(commands, "top", "watch the workers of a server: load, pages, queues, moves, hit rates"))
+    drain = _command(commands, "drain", "move the sessions of a worker to the others, then end its process")
+    drain.add_argument("worker", metavar="WORKER", help="its name, as kilat top shows it")
+    drain.add_argument("--restart", action="store_true", help="start a new worker in its place")
+    _server(drain)
+    cache = _command(commands, "cache", "look into the prefix cache of a server")
+    asks = cache.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
+    explain = _command(asks, "explain", "why the start of a prompt was, or was not, found", "cache")
+    explain.add_argument(
+        "id", metavar="ID", help="the id of an answer: its field id, or its header x-request-id"
+    )
+    _server(explain)
     _chat(_command(commands, "chat", "talk to a model in the terminal"))
     _run(_command(commands, "run", "answer every row of a JSONL file; run it again to go on after a kill"))
     bench = _command(commands, "bench", "measure throughput, latency, or serving under load")
@@ -111,6 +123,32 @@ def _target(parser: Parser) -> None:
     _engine(parser)
 
 
+def _server(parser: Parser) -> None:
+    """A server that runs already."""
+    parser.add_argument(
+        "--url",
+        type=server_url,
+        metavar="URL",
+        default="http://127.0.0.1:8000",
+        help="the server (default http://127.0.0.1:8000)",
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="its API key")
+
+
+def _top(parser: Parser) -> None:
+    parser.add_argument(
+        "--interval",
+        type=number(0.1, 3600),
+        metavar="S",
+        default=1.0,
+        help="seconds between looks (default 1)",
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="show one table and end; so does output that is no terminal"
+    )
+    _server(parser)
+
+
 def _serve(parser: Parser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help=MODEL_HELP)
@@ -122,6 +160,26 @@ def _serve(parser: Parser) -> None:
     add("--port", type=integer(0, 65535), default=8000, help="0 takes a free one (default 8000)")
     add("--api-key", action="append", default=[], metavar="KEY", help="accept this key; may be given again")
     add("--api-key-file", type=input_file, metavar="FILE", help="accept the keys in this file, one a line")
+    add(
+        "--workers",
+        type=integer(0, 256),
+        metavar="N",
+        help="processes that each run the model, on their own part of the cores (default 1, or 0 with --prefill and --decode)",
+    )
+    add(
+        "--prefill",
+        type=integer(0, 256),
+        default=0,
+        metavar="P",
+        help="workers that compute long prompts and hand them over (needs --decode)",
+    )
+    add(
+        "--decode",
+        type=integer(0, 256),
+        default=0,
+        metavar="D",
+        help="workers that go on after the first token, undisturbed by long prompts (needs --prefill)",
+    )
     add("--served-model-name", metavar="NAME", help="name that clients use (default: MODEL's)")
     add(
         "--drain-timeout",

@@ -132,6 +132,17 @@ def engine_flags() -> tuple[tuple[str, dict[str, Any]], ...]:
     return (
         ("--dtype", {"choices": ("auto", "float32", "bfloat16"), "help": "type of weights and activations"}),
         (
+            "--quant",
+            {
+                "choices": ("auto", "none", "fp8"),
+                "help": "linear weights: fp8 halves them, auto is what the model has",
+            },
+        ),
+        (
+            "--kv-cache-dtype",
+            {"choices": ("auto", "fp8"), "dest": "kv_dtype", "help": "type of KV pages; auto is --dtype"},
+        ),
+        (
             "--device",
             {"choices": ("auto", "cpu", "cuda"), "help": "auto takes a CUDA device if there is one"},
         ),

@@ -22,13 +22,23 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace, files: ModelFiles) -> ServeConfig:
     name = args.served_model_name or files.name
+    workers = args.workers
+    if workers is None:
+        workers = 0 if args.prefill or args.decode else 1
     engine = EngineConfig(
-        model_path=str(files.path), model_kind=files.kind, model_id=name, **engine_options(args)
+        model_path=str(files.path),
+        model_kind=files.kind,
+        model_id=name,
+        shared_pool=workers + args.prefill + args.decode > 1,
+        **engine_options(args),
     )
     return ServeConfig(
         files=files,
         engine=engine,
         served_model_name=name,
+        workers=workers,
+        prefill=args.prefill,
+        decode=args.decode,
         host=args.host,
         port=args.port,
         api_keys=read_keys(args.api_key, args.api_key_file),
