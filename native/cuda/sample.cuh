@@ -17,6 +17,12 @@ __device__ inline unsigned rank_of(float x) {
   return bits & 0x8000 ? 0xffff - bits : bits | 0x8000;
 }
 
+// Grid barriers that a draw passes.
+__host__ __device__ inline int barriers_of(const DrawView &d, int vocab) {
+  if (d.temperature <= 0) return 1;
+  return 2 + (d.top_k > 0 && d.top_k < vocab ? 2 : 0) + (d.top_p < 1 ? 2 : 0);
+}
+
 // The logits of this block.
 struct Share {
   const float *logits;
@@ -44,6 +50,7 @@ class Sampler {
     const unsigned rank = unsigned(best >> 32), id = 0xffffffffu - unsigned(best);
     if (rank >= 0xff80 || rank < 0x0080) {  // infinite or NaN
       if (blockIdx.x == 0) answer(-2);
+      for (int i = barriers_of(step_.draw, step_.model.vocab); i > 1; --i) grid_.sync();  // the host has counted them
     } else if (step_.draw.temperature <= 0) {
       if (blockIdx.x == 0) answer(int(id));
     } else {
@@ -177,11 +184,5 @@ class Sampler {
   unsigned floor_ = 0;
   float top_ = 0;
 };
-
-// Grid barriers that a draw passes.
-inline int barriers_of(const DrawView &d, int vocab) {
-  if (d.temperature <= 0) return 1;
-  return 2 + (d.top_k > 0 && d.top_k < vocab ? 2 : 0) + (d.top_p < 1 ? 2 : 0);
-}
 
 }  // namespace kilat_cuda
