@@ -68,7 +68,8 @@ class QueueChannel:
 
 
 class Worker:
-    """A worker loop over a :class:`SchedEngine`. ``transport``: ``local``, ``shm``, ``tcp``, a made one, or None for no way at all."""
+    """A worker loop over a :class:`SchedEngine`, or another ``engine``. ``transport``: ``local``, ``shm``, ``tcp``, what makes one, or None
+    for no way at all."""
 
     def __init__(
         self,
@@ -77,10 +78,11 @@ class Worker:
         transport: str | Callable[[Pages, Board], Transport] | None,
         *,
         offer_s: float = 20.0,
+        engine: Any = None,
         **settings: Any,
     ) -> None:
         self.name = name
-        self.engine = SchedEngine(**settings)
+        self.engine: Any = engine or SchedEngine(**settings)
         self.channel = QueueChannel()
         roads = self._roads(hub, transport)
         self.loop = WorkerLoop(name, self.engine, self.channel, Pulse(), roads, offer_s=offer_s)  # type: ignore[arg-type]
@@ -179,7 +181,8 @@ class Worker:
 
     def stop(self) -> None:
         """Drain at once; the loop must end."""
-        self.engine.gate.set()
+        if isinstance(self.engine, SchedEngine):
+            self.engine.gate.set()
         self.tell(Drain(0.0))
         self._thread.join(LIMIT_S)
         assert not self._thread.is_alive()

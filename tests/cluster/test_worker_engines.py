@@ -1,0 +1,114 @@
+"""Sessions that move between two worker loops with real engines around a tiny model say what they say on one engine."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from worker_pair import Start, Worker, adopt, check_clean, hand_over, introduce
+
+from kilat.base.ids import branch_id
+from kilat.wire.messages import (
+    Export,
+    Fetched,
+    Lend,
+    Offered,
+    PagesChanged,
+    Release,
+    Resync,
+    StepEvents,
+    Submit,
+)
+from kilat.wire.sampling import Grammar
+from kilat.wire.session import SessionRecord
+from tests.engine.harness import make_engine, record, run, tiny_model
+
+pytestmark = pytest.mark.cpu
+
+PROMPT = [(7 * k) % 251 for k in range(150)]
+SAMPLING = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 0.9, "top_p": 0.95}}
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture
+def pair(start_worker: Start, model: Any) -> Callable[..., tuple[Worker, Worker]]:
+    def make(transport: str, **settings: Any) -> tuple[Worker, Worker]:
+        a, b = (
+            start_worker(name, transport, engine=make_engine(model, shared=True, n_pages=128, **settings))
+            for name in "ab"
+        )
+        introduce(a, b)
+        return a, b
+
+    return make
+
+
+def check_same(model: Any, r: SessionRecord, a: Worker, b: Worker, **settings: Any) -> None:
+    want = run(make_engine(model, n_pages=128, **settings), [r])
+    for k in range(r.params.n):
+        sample = branch_id(r.session_id, k)
+        b.wait_end(sample)
+        assert a.tokens(sample) + b.tokens(sample) == want[sample]
+    assert len(want) == r.params.n
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("n", [1, 4])
+def test_handed_over_session_says_the_same_as_on_one_engine(
+    pair: Any, model: Any, transport: str, sampling: str, n: int
+) -> None:
+    a, b = pair(transport)
+    r = record("s", PROMPT, n=n, max_tokens=12, ignore_eos=True, **SAMPLING[sampling])
+    offers, fetched = hand_over(a, b, r)
+    check_same(model, r, a, b)
+    assert all(f.ok for f in fetched)
+    n_pages = -(-len(PROMPT) // 8)
+    assert sum(f.n_bytes for f in fetched) == n_pages * a.engine.pages.layout.page_bytes
+    assert len(offers) > 1
+    check_clean(a, b)
+
+
+@pytest.mark.parametrize("runner", ["host", "device"])
+def test_running_session_that_is_moved_says_the_same(pair: Any, model: Any, runner: str) -> None:
+    a, b = pair("shm", depth=2, runner=runner)
+    r = record("s", PROMPT, n=2, max_tokens=200, ignore_eos=True, **SAMPLING["seeded"])
+    a.tell(Submit(r))
+    a.until(lambda: len(a.tokens("s#1")) >= 3)
+    a.tell(Export(["s", "s#1"]))
+    for _ in range(2):
+        adopt(b, a.wait(Offered))
+    a.tell(Release([b.wait(Fetched).move_id for _ in range(2)]))
+    check_same(model, r, a, b, depth=2, runner=runner)
+    assert all(f.ok for f in b.all(Fetched))
+    assert b.tokens("s")
+    check_clean(a, b)
+
+
+def test_session_with_a_grammar_is_handed_over_in_the_middle_of_its_answer(pair: Any, model: Any) -> None:
+    a, b = pair("shm", grammar=True)
+    r = record("s", PROMPT, max_tokens=60, **SAMPLING["seeded"], grammar=Grammar("json_schema", SCHEMA))
+    _, fetched = hand_over(a, b, r)
+    check_same(model, r, a, b, grammar=True)
+    assert all(f.ok for f in fetched)
+    check_clean(a, b)
+
+
+def test_prefix_of_a_peer_gives_the_same_tokens(pair: Any, model: Any) -> None:
+    a, b = pair("tcp")
+    a.tell(Resync(), Submit(record("first", PROMPT, max_tokens=1)))
+    a.wait_end("first")
+    names = [name for m in a.all(PagesChanged) for name in m.stored]
+    a.tell(Lend("m1", names))
+    r = record("s", PROMPT, n=4, max_tokens=12, ignore_eos=True, **SAMPLING["seeded"])
+    b.tell(Submit(r, prefix=a.wait(Offered).offer))
+    assert b.wait(Fetched).ok
+    a.tell(Release(["m1"]))
+    check_same(model, r, a, b)
+    first = next(e for m in b.all(StepEvents) for e in m.events if e.session_id == "s")
+    assert first.cached_tokens == len(PROMPT) // 8 * 8
+    check_clean(a, b)
