@@ -76,6 +76,15 @@ class Served:
         """Pid of the youngest worker."""
         return int(re.findall(r"worker_started pid=(\d+)", self.log())[-1])
 
+    def pid_of(self, name: str) -> int:
+        """Pid of the youngest worker of this name."""
+        return int(re.findall(rf"worker_started pid=(\d+) worker={name}\.", self.log())[-1])
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """What the server says of each worker, by name."""
+        body = httpx.get(f"{self.url}/cluster/workers", timeout=10).json()
+        return {w["name"]: w for w in body["workers"]}
+
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics", timeout=10).text
         found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
