@@ -31,18 +31,21 @@ __host__ __device__ constexpr int scale_bytes(int format) {
 }
 __host__ __device__ constexpr int unit_bytes(int format) { return number_bytes(format) + scale_bytes(format); }
 
-// Units of a whole chunk; a tile's last chunk may have fewer. `narrow` models have small slots (see slot_bytes).
-__host__ __device__ constexpr int chunk_units(int format, bool narrow) {
-  return format == kBf16 ? (narrow ? 1 : 2) : format == kFp8 ? (narrow ? 2 : 4) : 4;
+// Units of a whole chunk, as a power of two; a tile's last chunk may have fewer. `narrow` models have small slots.
+__host__ __device__ constexpr int chunk_shift(int format, bool narrow) {
+  return format == kBf16 ? (narrow ? 0 : 1) : format == kFp8 ? (narrow ? 1 : 2) : 2;
 }
 
+// A matrix. Of its tiles every block has `share`, and `extra` blocks have one more.
 struct Shape {
   int rows, columns;
   int tiles, units;
+  int share, extra;
 };
 
-inline Shape shape_of(int64_t rows, int64_t columns) {
-  return {int(rows), int(columns), int((rows + kTileRows - 1) / kTileRows), int((columns + kUnitColumns - 1) / kUnitColumns)};
+inline Shape shape_of(int64_t rows, int64_t columns, int blocks) {
+  const int tiles = int((rows + kTileRows - 1) / kTileRows), units = int((columns + kUnitColumns - 1) / kUnitColumns);
+  return {int(rows), int(columns), tiles, units, tiles / blocks, tiles % blocks};
 }
 
 __host__ __device__ inline int64_t matrix_bytes(const Shape &s, int format) {

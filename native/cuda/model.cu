@@ -96,11 +96,11 @@ class Builder {
 
   void shapes() {
     const int64_t attended = d_.q_heads * d_.head_dim;
-    v_.shape[kQkv] = shape_of(attended + 2 * d_.kv_heads * d_.head_dim, d_.hidden);
-    v_.shape[kOut] = shape_of(d_.hidden, attended);
-    v_.shape[kGateUp] = shape_of(2 * d_.inner, d_.hidden);
-    v_.shape[kDown] = shape_of(d_.hidden, d_.inner);
-    v_.shape[kHead] = shape_of(d_.vocab, d_.hidden);
+    v_.shape[kQkv] = shape_of(attended + 2 * d_.kv_heads * d_.head_dim, d_.hidden, m_.blocks);
+    v_.shape[kOut] = shape_of(d_.hidden, attended, m_.blocks);
+    v_.shape[kGateUp] = shape_of(2 * d_.inner, d_.hidden, m_.blocks);
+    v_.shape[kDown] = shape_of(d_.hidden, d_.inner, m_.blocks);
+    v_.shape[kHead] = shape_of(d_.vocab, d_.hidden, m_.blocks);
     v_.layers = int(d_.n_layers), v_.hidden = int(d_.hidden), v_.inner = int(d_.inner), v_.vocab = int(d_.vocab);
     v_.q_heads = int(d_.q_heads), v_.kv_heads = int(d_.kv_heads), v_.head_dim = int(d_.head_dim), v_.rotary = int(d_.rotary);
     m_.frequencies.assign(d_.inverse_frequencies, d_.inverse_frequencies + d_.rotary / 2);
@@ -127,7 +127,7 @@ class Builder {
   int fit() {
     int units = 0, dim = v_.head_dim;
     for (const Shape &s : v_.shape) units = std::max(units, s.units);
-    for (int format : formats_) m_.slot_bytes = std::max(m_.slot_bytes, chunk_units(format, v_.narrow) * unit_bytes(format));
+    for (int format : formats_) m_.slot_bytes = std::max(m_.slot_bytes, (1 << chunk_shift(format, v_.narrow)) * unit_bytes(format));
     const int vector = units * kUnitColumns * 2 + 2048;  // and the sums of two tiles
     const int attention = 4 * dim * 4 + 2 * kRows * dim * 2 + kWarps * (dim + 2) * 4;
     m_.work_bytes = (std::max({vector, attention, 16 * 1024}) + 127) / 128 * 128;

@@ -11,7 +11,7 @@ struct UnitPlace {
 };
 
 __device__ inline UnitPlace place_of(const Target &t, int64_t tile, int unit) {
-  const int per = chunk_units(t.format, t.narrow), first = unit / per * per, n = min(per, t.units - first);
+  const int per = 1 << chunk_shift(t.format, t.narrow), first = unit / per * per, n = min(per, t.units - first);
   char *chunk = t.matrix + (tile * t.units + first) * unit_bytes(t.format);
   return {chunk + (unit - first) * number_bytes(t.format), chunk + n * number_bytes(t.format) + (unit - first) * scale_bytes(t.format)};
 }

@@ -135,20 +135,18 @@ __device__ inline void multiply_chunk(float (&sum)[4], int format, uint32_t at, 
     multiply_q4<kMany, true>(sum, at, units, column, x);
 }
 
-// A block's share of matrix `index`: calls finish(tile, get) on threads of the block, where get(row in tile, token) is the sum of an
+// A block's share of matrix `index`, tiles begin ... end - 1: calls finish(tile, get) on threads of the block, where get(row in tile, token) is the sum of an
 // output. `work` is shared memory for the sums of warps; batches of tiles that fit in it are finished together.
 template <bool kMany, class Finish>
-__device__ void product(const Step &step, Stream &stream, const MatrixPlace &place, int index, const Vectors &x, float *work,
-                        int work_bytes, Finish finish) {
+__device__ void product(const Step &step, Stream &stream, const MatrixPlace &place, const Shape &shape, int begin, int end,
+                        const Vectors &x, float *work, int work_bytes, Finish finish) {
   constexpr int kColumns = kMany ? kRows : 1;
-  const Shape &shape = step.model.shape[kind_of(step.model, index)];
-  const int format = place.format(), per = chunk_units(format, step.model.narrow);
-  const int chunks = (shape.units + per - 1) / per, sums = min(chunks, kWarps);
+  const int format = place.format(), shift = chunk_shift(format, step.model.narrow), per = 1 << shift;
+  const int chunks = (shape.units + per - 1) >> shift, sums = min(chunks, kWarps);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int tile_floats = sums * kTileRows * kColumns, batch = max(1, work_bytes / (tile_floats * 4));
-  int begin, end;
-  tiles_of_block(step.model, index, shape.tiles, begin, end);
-  int tile = begin + warp / chunks, chunk = warp % chunks;
+  int tile = begin, chunk = warp;
+  for (; chunk >= chunks; chunk -= chunks) ++tile;
   for (int first = begin; first < end; first += batch) {
     const int last = min(first + batch, end);
     float sum[4] = {0, 0, 0, 0};
@@ -167,11 +165,7 @@ __device__ void product(const Step &step, Stream &stream, const MatrixPlace &pla
         }
         for (int i = 0; i < 4; ++i) sum[i] = 0;
       }
-      chunk += kWarps;
-      while (chunk >= chunks) {
-        chunk -= chunks;
-        ++tile;
-      }
+      for (chunk += kWarps; chunk >= chunks; chunk -= chunks) ++tile;
     }
     __syncthreads();
     const auto get = [&](int local, int row, int token) {

@@ -169,7 +169,7 @@ __device__ inline void finish_tiles(const Step &step, int index, int first, int 
 __device__ inline Share share_of_block(const Step &step) {
   const ModelView &m = step.model;
   int begin, end;
-  tiles_of_block(m, m.layers * kLayerMatrices, m.shape[kHead].tiles, begin, end);
+  tiles_of_rank(m.shape[kHead], blockIdx.x, begin, end);
   const int first = begin * kTileRows;
   return {step.session.logits + first, first, min(end * kTileRows, m.vocab) - first};
 }
@@ -186,12 +186,13 @@ __global__ void __launch_bounds__(kThreads, 1) pass_kernel(const __grid_constant
   MatrixPlace *matrices = reinterpret_cast<MatrixPlace *>(barriers + kWarps * step.slots * 8);
   for (int i = threadIdx.x; i <= head; i += kThreads) matrices[i] = m.matrices[i];
   __syncthreads();
-  Stream stream;
+  Stream stream(step);
   stream.start(step, matrices, shared_address(shared), shared_address(barriers), last);
   Grid grid(step);
   grid.mark();
+  Turn turn(step.first_matrix);
 #pragma unroll 1
-  for (int index = step.first_matrix; index <= last; ++index) {
+  for (int index = step.first_matrix; index <= last; ++index, turn.next()) {
     const int kind = kind_of(m, index), columns = m.shape[kind].columns;
     Piece weight;
     if (is_normed(kind)) weight.load(columns, [&](int at) { return load_constant(norm_of(m, index) + at); });
@@ -213,7 +214,9 @@ __global__ void __launch_bounds__(kThreads, 1) pass_kernel(const __grid_constant
       const int used = m.shape[kind].units * kUnitColumns * 2;
       sums += used / 4, sum_bytes -= used;
     }
-    product<kMany>(step, stream, matrices[index], index, x, sums, sum_bytes,
+    int begin, end;
+    tiles_of_rank(m.shape[kind], turn.rank(kind), begin, end);
+    product<kMany>(step, stream, matrices[index], m.shape[kind], begin, end, x, sums, sum_bytes,
                    [&](int first, int n, const auto &get) { finish_tiles<kMany>(step, index, first, n, get); });
   }
   grid.mark();

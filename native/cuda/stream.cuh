@@ -10,13 +10,27 @@
 
 namespace kilat_cuda {
 
-// The tiles of matrix `index` that a block works on. Blocks that have one tile more are others in each matrix.
-__device__ inline void tiles_of_block(const ModelView &m, int index, int tiles, int &begin, int &end) {
-  const int blocks = gridDim.x;
-  const int rank = index == m.layers * kLayerMatrices ? blockIdx.x : (blockIdx.x + index * 37) % blocks;
-  begin = tiles * rank / blocks;
-  end = tiles * (rank + 1) / blocks;
+// The tiles of a matrix that the block of this rank works on.
+__device__ inline void tiles_of_rank(const Shape &s, int rank, int &begin, int &end) {
+  begin = s.share * rank + min(rank, s.extra);
+  end = begin + s.share + (rank < s.extra);
 }
+
+// Ranks of a block: they turn from matrix to matrix, so that the tiles more fall on all blocks alike. The head's ranks are the blocks'
+// numbers: its outputs are in their order.
+class Turn {
+ public:
+  __device__ explicit Turn(int index) : rank_((blockIdx.x + index * kStep) % gridDim.x) {}
+  __device__ void next() {
+    rank_ += kStep;
+    while (rank_ >= int(gridDim.x)) rank_ -= gridDim.x;
+  }
+  __device__ int rank(int kind) const { return kind == kHead ? int(blockIdx.x) : rank_; }
+
+ private:
+  static constexpr int kStep = 37;
+  int rank_;
+};
 
 __device__ inline int kind_of(const ModelView &m, int index) {
   return index == m.layers * kLayerMatrices ? kHead : index % kLayerMatrices;
@@ -25,6 +39,8 @@ __device__ inline int kind_of(const ModelView &m, int index) {
 // Where a warp is in the stream.
 class Stream {
  public:
+  __device__ explicit Stream(const Step &step) : turn_(step.first_matrix) {}
+
   // All threads of the block; ends with a barrier of the block. `matrices` is the table in shared memory.
   __device__ void start(const Step &step, const MatrixPlace *matrices, uint32_t ring, uint32_t barriers, int last_matrix) {
     matrices_ = matrices;
@@ -39,8 +55,8 @@ class Stream {
     policy_ = policy_read_once();
 #endif
     __syncthreads();
-    index_ = step.first_matrix - 1;
-    next_matrix(step);
+    index_ = step.first_matrix;
+    enter_matrix(step);
     for (int i = 0; i < step.slots; ++i) issue(step, i);
   }
 
@@ -71,22 +87,26 @@ class Stream {
   }
 
  private:
-  __device__ void next_matrix(const Step &step) {
+  // At the first chunk of matrix index_, or of the next one of which the warp has any.
+  __device__ void enter_matrix(const Step &step) {
     const ModelView &m = step.model;
-    while (++index_ <= last_) {
-      const int kind = kind_of(m, index_);
-      int begin;
-      tiles_of_block(m, index_, m.shape[kind].tiles, begin, end_);
+    for (; index_ <= last_; ++index_, turn_.next()) {
+      const int kind = kind_of(m, index_), format = matrices_[index_].format();
+      tiles_of_rank(m.shape[kind], turn_.rank(kind), tile_, end_);
       units_ = m.shape[kind].units;
-      const int format = matrices_[index_].format();
       unit_bytes_ = unit_bytes(format);
-      chunk_units_ = chunk_units(format, m.narrow);
-      chunks_ = (units_ + chunk_units_ - 1) / chunk_units_;
+      chunk_shift_ = chunk_shift(format, m.narrow);
+      chunks_ = (units_ + (1 << chunk_shift_) - 1) >> chunk_shift_;
       base_ = matrices_[index_].at();
-      tile_ = begin + int(threadIdx.x / 32) / chunks_;
-      chunk_ = int(threadIdx.x / 32) % chunks_;
-      if (tile_ < end_) return;
+      chunk_ = threadIdx.x / 32;
+      if (to_tile()) return;
     }
+  }
+
+  // Chunks beyond the end of a tile are the next one's; false beyond the last tile.
+  __device__ bool to_tile() {
+    for (; chunk_ >= chunks_; chunk_ -= chunks_) ++tile_;
+    return tile_ < end_;
   }
 
   __device__ void issue(const Step &step, int slot) {
@@ -96,8 +116,8 @@ class Stream {
 #endif
       return;
     }
-    const int first = chunk_ * chunk_units_;
-    const int bytes = min(chunk_units_, units_ - first) * unit_bytes_;
+    const int first = chunk_ << chunk_shift_;
+    const int bytes = min(1 << chunk_shift_, units_ - first) * unit_bytes_;
     const char *from = base_ + (int64_t(tile_) * units_ + first) * unit_bytes_;
     const uint32_t to = ring_ + slot * step.slot_bytes;
 #if KILAT_BULK
@@ -107,19 +127,18 @@ class Stream {
     copy_commit();
 #endif
     chunk_ += kWarps;
-    while (chunk_ >= chunks_) {
-      chunk_ -= chunks_;
-      ++tile_;
-    }
-    if (tile_ >= end_) next_matrix(step);
+    if (to_tile()) return;
+    ++index_, turn_.next();
+    enter_matrix(step);
   }
 
+  Turn turn_;
   const MatrixPlace *matrices_;
   const char *base_;
   uint64_t policy_;
   uint32_t ring_, barriers_;
   int slot_ = 0, parity_ = 0;
-  int index_, last_, tile_, end_, chunk_, chunks_, units_, unit_bytes_, chunk_units_;
+  int index_, last_, tile_, end_, chunk_, chunks_, units_, unit_bytes_, chunk_shift_;
 };
 
 }  // namespace kilat_cuda
