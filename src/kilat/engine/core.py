@@ -108,7 +108,7 @@ class Engine:
         if record.session_id in self._compiling:
             raise RequestError("a session with this id is live already; use a new id")
         limit = self.scheduler.config.max_waiting
-        if len(self._compiling) >= max(limit, 1):
+        if len(self._compiling) >= max(limit, 1) and not record.is_under_way:
             raise CapacityError(
                 f"{len(self._compiling):,} sessions wait for their grammars, limit {limit:,}: try again later"
             )

@@ -32,6 +32,11 @@ class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = SESSION_VERSION
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether a worker has taken it before."""
+        return self.epoch > 0 or bool(self.output_ids)
+
+    @property
     def n_sessions(self) -> int:
         """Sessions that submitting this record starts: all samples of the request, or this one alone."""
         alone = self.branch > 0 or (bool(self.output_ids) and not self.with_samples)

@@ -136,9 +136,11 @@ class Rig:
         self.output: dict[str, list[int]] = {}
         self.finish: dict[str, str] = {}
 
-    def submit(self, session_id: str, prompt: Iterable[int], **options: object) -> SessionRecord:
+    def submit(
+        self, session_id: str, prompt: Iterable[int], *, hand_over: bool = False, **options: object
+    ) -> SessionRecord:
         r = record(session_id, prompt, **options)
-        self.scheduler.submit(r, self.now_s)
+        self.scheduler.submit(r, self.now_s, hand_over=hand_over)
         return r
 
     def plan(self) -> StepPlan | None:

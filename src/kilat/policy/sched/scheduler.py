@@ -77,7 +77,8 @@ class Scheduler:
         A record with ``output_ids`` is adopted: it goes on after its last token, and its events count from ``seq`` =
         ``len(output_ids)``. With ``arrived`` it need not compute those tokens; the pins of all those pages become the session's (what it
         cannot use is given back), but stay the caller's when this raises. With ``hand_over`` it is frozen after the first token that
-        it samples here, unless that ends it.
+        it samples here, unless that ends it. A session that is under way already is taken even when the queue is full: its client
+        was promised an answer.
 
         Raises RequestError (no seed, no prompt, id in use, already complete), LimitError (too long for the
         model or the pool) and CapacityError (queue full; says when to come back).
@@ -85,7 +86,7 @@ class Scheduler:
         roster = self._roster
         check_record(record, self.config)
         room = self.config.max_waiting + self.config.max_running - len(roster.running)
-        if roster.n_queued >= room:
+        if roster.n_queued >= room and not record.is_under_way:
             raise CapacityError(
                 f"{roster.n_queued:,} sessions are waiting, limit {self.config.max_waiting:,}: try again later",
                 retry_after_s=self._pace.retry_after_s(roster.n_queued),
