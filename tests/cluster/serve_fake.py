@@ -1,4 +1,7 @@
-"""``serve`` with the fake engine: ``python serve_fake.py OPTIONS.json``. Options: model_path, engine (FakeSettings), and ServeConfig's."""
+"""``serve`` with the fake engine: ``python serve_fake.py OPTIONS.json``. Options: model_path, engine (FakeSettings), and ServeConfig's.
+
+``engine`` {"sched": {...}}: workers whose tokens are read back from real pages (SchedEngine), which move between them.
+"""
 
 import json
 import sys
@@ -14,12 +17,19 @@ from kilat.cluster.launch import serve
 if __name__ == "__main__":
     setup("gateway")
     options = json.loads(Path(sys.argv[1]).read_text())
+    engine = options.pop("engine", {})
+    script = "fake_worker.py"
+    if "sched" in engine:
+        script, settings = "sched_worker.py", engine["sched"]
+    else:
+        settings = FakeSettings(**engine)
+        options["transports"] = ()  # it has no pages
     config = ServeConfig(
         files=TinyFiles(Path(options.pop("model_path"))),
-        engine=FakeSettings(**options.pop("engine", {})),
+        engine=settings,
         served_model_name="tiny",
         port=options.pop("port", 0),
         api_keys=tuple(options.pop("api_keys", ())),
         **options,
     )
-    sys.exit(serve(config, worker_command=(sys.executable, str(Path(__file__).with_name("fake_worker.py")))))
+    sys.exit(serve(config, worker_command=(sys.executable, str(Path(__file__).with_name(script)))))

@@ -21,6 +21,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     served_model_name    the name that clients use
     workers              workers that compute prompts and go on with them; each has an equal part of the cores
     prefill, decode      workers that mainly compute prompts, and that mainly go on with them
+    transports           how workers read each other's pages, best first; a lone worker needs none
     api_keys             clients must present one of these; a key ``kl_<name>_<secret>`` belongs to tenant ``<name>``
     port                 0 takes a free port, which is printed
     drain_s              after SIGTERM running answers get this long to end
@@ -44,6 +45,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     workers: int = 1
     prefill: int = 0
     decode: int = 0
+    transports: tuple[str, ...] = ("shm", "tcp")
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()

@@ -113,7 +113,8 @@ class _Deployment:
         )
         self._fleet.on_ready = self._announce
         self._gateway = Gateway(config, self._fleet)
-        self._crew = Crew(Plant(config, self._fleet, command, folder, secret), crew_places)
+        transports = config.transports if len(crew_places) > 1 else ()
+        self._crew = Crew(Plant(config, self._fleet, command, folder, secret, transports), crew_places)
         self._gateway.drainer = self._crew.drain
         self._server = _Server(_uvicorn_config(self._gateway))
         self._began_s = time.monotonic()

@@ -31,13 +31,15 @@ _log = get_logger("supervisor")
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """What all workers of a deployment are started with: ``command CONFIG``, the folder for the configuration, the shared secret."""
+    """What all workers of a deployment are started with: ``command CONFIG``, the folder for the configuration, the shared secret, and
+    how they read each other's pages."""
 
     config: ServeConfig
     fleet: Fleet
     command: Sequence[str]
     folder: Path
     secret: str
+    transports: tuple[str, ...] = ()
 
 
 class Supervisor:
@@ -136,6 +138,7 @@ class Supervisor:
             engine=msgspec.Raw(msgspec.json.encode(plant.config.engine)),
             status_interval_s=plant.config.status_interval_s,
             drain_s=plant.config.drain_s,
+            transports=plant.transports,
         )
         write_config(path, settings)
         worker = plant.fleet.expect(worker_id, place.name, (place.prefill_weight, place.decode_weight))
