@@ -60,12 +60,12 @@ class Reader(Inbox):
             return False
         stream = self.streams[index]
         if event.token_ids:
-            stream.last_s = self._gateway.now_s
+            before_s, stream.last_s = stream.last_s, self._gateway.now_s
             if stream.first_s is None:
                 stream.first_s = stream.last_s
                 self._gateway.ttft_s.append(stream.first_s - stream.asked_s)
-            elif stream.tpot_s is not None:
-                self._gateway.tpot_s[self._names[index]] = stream.tpot_s
+            else:
+                self._gateway.heard(self._names[index], before_s, len(event.token_ids))
             stream.token_ids += event.token_ids
         if event.finish is not None:
             ended = event.finish in ("stop", "length")
@@ -106,7 +106,8 @@ class Gateway:
         self.ended: list[tuple[str, End]] = []
         self.readers: dict[str, Reader] = {}
         self.ttft_s: list[float] = []
-        self.tpot_s: dict[str, float] = {}
+        self.tpot_s: dict[str, tuple[float, int]] = {}
+        self.prompt_tokens = 0
         self.changes: list[tuple[float, dict[str, Weights]]] = []
         self._next_window_s = window_s
 
@@ -130,6 +131,7 @@ class Gateway:
         reader = Reader(record, self)
         effects = self.dispatcher.submit(replace(record, arrival_s=now_s), reader, 0, now_s)
         self.readers[record.session_id] = reader
+        self.prompt_tokens += len(record.prompt_ids)
         return effects
 
     def cancel(self, session_id: str, n: int, now_s: float) -> Effects:
@@ -144,6 +146,11 @@ class Gateway:
             self._next_window_s = now_s + self.window_s
             self._scale(self.scaler, now_s)
         return self.dispatcher.tick(now_s)
+
+    def heard(self, name: str, before_s: float, n_tokens: int) -> None:
+        """A stream has got tokens, the last time before that at ``before_s``."""
+        seconds, n = self.tpot_s.get(name, (0.0, 0))
+        self.tpot_s[name] = seconds + self.now_s - before_s, n + n_tokens
 
     def _scale(self, scaler: RoleScaler, now_s: float) -> None:
         views = self.dispatcher.workers.views(self.dispatcher._placing.loads)
@@ -160,8 +167,9 @@ class Gateway:
             )
             for v in views
         ]
-        window = Window(workers, self.ttft_s, list(self.tpot_s.values()))
-        self.ttft_s, self.tpot_s = [], {}
+        tpot_s = [seconds / n for seconds, n in self.tpot_s.values()]
+        window = Window(workers, self.window_s, self.prompt_tokens, self.ttft_s, tpot_s)
+        self.ttft_s, self.tpot_s, self.prompt_tokens = [], {}, 0
         for worker_id, weights in (scaler.on_window(window, now_s) or {}).items():
             worker = self.dispatcher.workers.get(worker_id)
             worker.prefill_weight, worker.decode_weight = weights

@@ -13,6 +13,7 @@ from kilat.policy.scale.window import RoleWorker, Window
 
 pytestmark = pytest.mark.logic
 
+RATE = 1000.0
 CONFIG = ScaleConfig(ttft_slo_s=1.0, tpot_slo_s=0.1, patience=2, cool_down_s=5.0)
 
 
@@ -26,12 +27,18 @@ class Fleet:
         self.options: dict[str, dict[str, object]] = {}
         self.now_s = 0.0
 
-    def window(self, ttft_s: float = 0.0, tpot_s: float = 0.0) -> dict[str, tuple[float, float]] | None:
+    def window(
+        self, ttft_s: float = 0.0, tpot_s: float = 0.0, prompt_tokens: int = 0
+    ) -> dict[str, tuple[float, float]] | None:
+        """One second; when first tokens are late, a queue of 0.3 s stands before the prefill workers."""
         self.now_s += 1.0
-        workers = [RoleWorker(i, *w, **self.options.get(i, {})) for i, w in self.weights.items()]
-        changed = self.scaler.on_window(
-            Window(workers, [ttft_s] * 10 if ttft_s else [], [tpot_s] * 10 if tpot_s else []), self.now_s
-        )
+        queue = {"queued_prompt_tokens": 300 if ttft_s else 0, "prefill_tokens_per_s": RATE}
+        workers = [
+            RoleWorker(i, p, d, **{**(queue if p >= 0.5 else {}), **self.options.get(i, {})})
+            for i, (p, d) in self.weights.items()
+        ]
+        times = {"ttft_s": [ttft_s] * 10 if ttft_s else [], "tpot_s": [tpot_s] * 10 if tpot_s else []}
+        changed = self.scaler.on_window(Window(workers, 1.0, prompt_tokens, **times), self.now_s)
         self.weights |= changed or {}
         return changed
 
@@ -89,6 +96,21 @@ def test_a_queue_counts_before_any_first_token_is_late():
     fleet.options["p0"] = {"queued_prompt_tokens": 8000, "prefill_tokens_per_s": 2000.0}
     fleet.window(tpot_s=0.02)
     assert fleet.window(tpot_s=0.02)
+
+
+def test_more_prompts_than_prefill_can_compute_count_before_there_is_a_queue():
+    fleet = Fleet(1, 3)
+    fleet.window(tpot_s=0.02, prompt_tokens=2000)
+    changed = fleet.window(tpot_s=0.02, prompt_tokens=2000)
+    assert changed and fleet.shares()[0] >= 1.5
+    calm = Fleet(1, 3)
+    assert [calm.window(tpot_s=0.02, prompt_tokens=700) for _ in range(5)] == [None] * 5
+
+
+def test_late_first_tokens_without_a_queue_are_the_past():
+    fleet = Fleet(1, 3)
+    fleet.options["p0"] = {"queued_prompt_tokens": 0, "prefill_tokens_per_s": RATE}
+    assert [fleet.window(ttft_s=9.0, tpot_s=0.02) for _ in range(5)] == [None] * 5
 
 
 def test_sessions_beyond_the_places_of_decode_count_as_pressure():
@@ -152,9 +174,9 @@ def test_nobody_there_is_no_reason_to_fail():
 
 def test_the_quantile_decides_not_the_worst():
     scaler = RoleScaler(CONFIG)
-    worker = [RoleWorker("p0", 1.0, 0.0), RoleWorker("d0", 0.0, 1.0)]
-    assert scaler.pressures(Window(worker, [0.5] * 9 + [30.0]))[0] == 0.5
-    assert scaler.pressures(Window(worker, [0.5] * 8 + [30.0] * 2))[0] == 30.0
+    workers = [RoleWorker("p0", 1.0, 0.0, 300, RATE), RoleWorker("d0", 0.0, 1.0)]
+    assert scaler.pressures(Window(workers, ttft_s=[0.5] * 9 + [30.0]))[0] == 0.5
+    assert scaler.pressures(Window(workers, ttft_s=[0.5] * 8 + [30.0] * 2))[0] == 30.0
 
 
 @pytest.mark.parametrize(

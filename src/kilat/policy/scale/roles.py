@@ -1,7 +1,7 @@
 """RoleScaler: moves shares between prefill and decode when one side misses its target and the other has room.
 
-A share is a half: a worker does only one kind of work, or both. Pressure is measured time / target, so pressure x shares is what a side
-would need, and the shares are set so that both sides would have the same pressure. Nothing is moved for a small difference
+A share is a half: a worker does only one kind of work, or both. Pressure is need / capacity, so pressure x shares is what a side
+needs, and the shares are set so that both sides would have the same pressure. Nothing is moved for a small difference
 (``act_above``, ``ratio``), for a short one (``patience``), or soon after a change (``cool_down_s``), whose effect is not seen yet.
 Requests in place are not touched: they end where they are, only new ones see the new weights.
 """
@@ -14,6 +14,8 @@ from kilat.policy.scale.window import RoleWorker, Window
 
 LEAST_PRESSURE, MOST_PRESSURE = 0.1, 10.0
 UNKNOWN_TOKENS_PER_S = 1000.0
+STANDING_QUEUE = 0.25
+"""Part of the TTFT target that a queue must be worth before late first tokens count."""
 
 Weights = dict[str, tuple[float, float]]
 
@@ -47,18 +49,24 @@ class RoleScaler:
         return self._move(workers, halves, want, now_s)
 
     def pressures(self, window: Window) -> tuple[float, float]:
-        """(prefill, decode): measured / target, where a queue counts as the time it will take and too few places as their lack."""
+        """(prefill, decode): what is needed / what is there.
+
+        Prefill needs to compute what comes in and what waits, within the target; late first tokens say more only while there is a
+        queue, for without one they are the past. Decode needs its time per token within the target, and places for its sessions.
+        """
         workers = [w for w in window.workers if not w.draining]
         rates = [w.prefill_tokens_per_s for w in workers if w.prefill_tokens_per_s > 0]
         unknown = sum(rates) / len(rates) if rates else UNKNOWN_TOKENS_PER_S
-        rate = sum((w.prefill_tokens_per_s or unknown) * _halves(w) / 2 for w in workers)
-        queue_s = sum(w.queued_prompt_tokens for w in workers) / rate if rate else 0.0
-        ttft_s = max(_quantile(window.ttft_s, self.config.quantile), queue_s)
+        rate = sum((w.prefill_tokens_per_s or unknown) * _halves(w) / 2 for w in workers) or unknown / 2
+        queue = sum(w.queued_prompt_tokens for w in workers) / rate / self.config.ttft_slo_s
+        prefill = window.prompt_tokens / window.seconds / rate + queue
+        if queue > STANDING_QUEUE:
+            prefill = max(prefill, _quantile(window.ttft_s, self.config.quantile) / self.config.ttft_slo_s)
         places = sum(w.max_running * (2 - _halves(w)) / 2 for w in workers)
         # sessions still in place on a worker that has turned to prefill count too: they are what decode has to hold
         crowd = sum(w.running for w in workers) / places if places else 0.0
         tpot = _quantile(window.tpot_s, self.config.quantile) / self.config.tpot_slo_s
-        return ttft_s / self.config.ttft_slo_s, max(tpot, crowd)
+        return prefill, max(tpot, crowd)
 
     def _want(self, window: Window, workers: Sequence[RoleWorker], have: int, most: int) -> int:
         """Half workers that should do prefill."""

@@ -21,9 +21,11 @@ class RoleWorker:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """``ttft_s`` of the requests whose first token came in this window, ``tpot_s`` (seconds per output token) of the streams that had
-    tokens in it; either may be empty."""
+    """What came in ``seconds``: ``ttft_s`` of the requests whose first token came, ``tpot_s`` (seconds per output token, of this window's
+    tokens alone) of the streams that had tokens, and ``prompt_tokens`` of new requests that have to be computed. All may be empty."""
 
     workers: Sequence[RoleWorker]
+    seconds: float = 1.0
+    prompt_tokens: int = 0
     ttft_s: Sequence[float] = field(default_factory=tuple)
     tpot_s: Sequence[float] = field(default_factory=tuple)
