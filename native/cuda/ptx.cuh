@@ -30,6 +30,9 @@ __device__ inline void copy_bulk(uint32_t to, const void *from, int bytes, uint3
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
+__device__ inline void prefetch_bulk(const void *from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 __device__ inline uint64_t policy_read_once() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -11,6 +11,7 @@ namespace kilat_cuda {
 
 namespace {
 
+constexpr int kAttentionChunks = 2;  // of every warp's weights that come to the device's cache during attention
 constexpr int kVectors = 4;  // of 8 elements that a thread has of a normalized vector: hidden <= 512 * 8 * 4
 
 // A vector [n] of bf16 spread over the block, 8 elements per thread and round.
@@ -186,8 +187,7 @@ __global__ void __launch_bounds__(kThreads, 1) pass_kernel(const __grid_constant
   MatrixPlace *matrices = reinterpret_cast<MatrixPlace *>(barriers + kWarps * step.slots * 8);
   for (int i = threadIdx.x; i <= head; i += kThreads) matrices[i] = m.matrices[i];
   __syncthreads();
-  Stream stream(step);
-  stream.start(step, matrices, shared_address(shared), shared_address(barriers), last);
+  Stream stream(step, Cursor(step, matrices, step.first_matrix, last), shared_address(shared), shared_address(barriers));
   Grid grid(step);
   grid.mark();
   Turn turn(step.first_matrix);
@@ -196,6 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1) pass_kernel(const __grid_constant
     const int kind = kind_of(m, index), columns = m.shape[kind].columns;
     Piece weight;
     if (is_normed(kind)) weight.load(columns, [&](int at) { return load_constant(norm_of(m, index) + at); });
+    if (kind == kOut) stream.look_ahead(m, kAttentionChunks);
     if (index != step.first_matrix) grid.sync();
     if (kind == kOut) {
       attention(step, index / kLayerMatrices, work, step.work_bytes);

@@ -36,27 +36,73 @@ __device__ inline int kind_of(const ModelView &m, int index) {
   return index == m.layers * kLayerMatrices ? kHead : index % kLayerMatrices;
 }
 
-// Where a warp is in the stream.
+// A place in a warp's sequence of chunks.
+class Cursor {
+ public:
+  // At the warp's first chunk of the matrices `index` ... `last`; `matrices` is the table in shared memory.
+  __device__ Cursor(const Step &step, const MatrixPlace *matrices, int index, int last)
+      : turn_(index), matrices_(matrices), index_(index), last_(last) {
+    enter(step.model);
+  }
+
+  __device__ bool at_end() const { return index_ > last_; }
+  __device__ int bytes() const { return min(1 << chunk_shift_, units_ - first_unit()) * unit_bytes_; }
+  __device__ const char *source() const { return base_ + (int64_t(tile_) * units_ + first_unit()) * unit_bytes_; }
+
+  __device__ void advance(const ModelView &m) {
+    chunk_ += kWarps;
+    if (to_tile()) return;
+    ++index_, turn_.next();
+    enter(m);
+  }
+
+ private:
+  __device__ int first_unit() const { return chunk_ << chunk_shift_; }
+
+  // At the first chunk of matrix index_, or of the next one of which the warp has any.
+  __device__ void enter(const ModelView &m) {
+    for (; index_ <= last_; ++index_, turn_.next()) {
+      const int kind = kind_of(m, index_), format = matrices_[index_].format();
+      tiles_of_rank(m.shape[kind], turn_.rank(kind), tile_, end_);
+      units_ = m.shape[kind].units;
+      unit_bytes_ = unit_bytes(format);
+      chunk_shift_ = chunk_shift(format, m.narrow);
+      chunks_ = (units_ + (1 << chunk_shift_) - 1) >> chunk_shift_;
+      base_ = matrices_[index_].at();
+      chunk_ = threadIdx.x / 32;
+      if (to_tile()) return;
+    }
+  }
+
+  // Chunks beyond the end of a tile are the next one's; false beyond the last tile.
+  __device__ bool to_tile() {
+    for (; chunk_ >= chunks_; chunk_ -= chunks_) ++tile_;
+    return tile_ < end_;
+  }
+
+  Turn turn_;
+  const MatrixPlace *matrices_;
+  const char *base_;
+  int index_, last_, tile_, end_, chunk_, chunks_, units_, unit_bytes_, chunk_shift_;
+};
+
+// A warp's ring, and where it is filled from.
 class Stream {
  public:
-  __device__ explicit Stream(const Step &step) : turn_(step.first_matrix) {}
-
-  // All threads of the block; ends with a barrier of the block. `matrices` is the table in shared memory.
-  __device__ void start(const Step &step, const MatrixPlace *matrices, uint32_t ring, uint32_t barriers, int last_matrix) {
-    matrices_ = matrices;
-    last_ = last_matrix;
+  // All threads of the block; has a barrier of the block.
+  __device__ Stream(const Step &step, const Cursor &from, uint32_t ring, uint32_t barriers) : cursor_(from) {
     const int warp = threadIdx.x / 32;
     ring_ = ring + warp * step.slots * step.slot_bytes;
     barriers_ = barriers + warp * step.slots * 8;
 #if KILAT_BULK
     if (threadIdx.x % 32 == 0)
+#pragma unroll 1
       for (int i = 0; i < step.slots; ++i) barrier_init(barriers_ + i * 8, 1);
     barrier_init_visible();
     policy_ = policy_read_once();
 #endif
     __syncthreads();
-    index_ = step.first_matrix;
-    enter_matrix(step);
+#pragma unroll 1
     for (int i = 0; i < step.slots; ++i) issue(step, i);
   }
 
@@ -86,59 +132,36 @@ class Stream {
     }
   }
 
- private:
-  // At the first chunk of matrix index_, or of the next one of which the warp has any.
-  __device__ void enter_matrix(const Step &step) {
-    const ModelView &m = step.model;
-    for (; index_ <= last_; ++index_, turn_.next()) {
-      const int kind = kind_of(m, index_), format = matrices_[index_].format();
-      tiles_of_rank(m.shape[kind], turn_.rank(kind), tile_, end_);
-      units_ = m.shape[kind].units;
-      unit_bytes_ = unit_bytes(format);
-      chunk_shift_ = chunk_shift(format, m.narrow);
-      chunks_ = (units_ + (1 << chunk_shift_) - 1) >> chunk_shift_;
-      base_ = matrices_[index_].at();
-      chunk_ = threadIdx.x / 32;
-      if (to_tile()) return;
-    }
-  }
-
-  // Chunks beyond the end of a tile are the next one's; false beyond the last tile.
-  __device__ bool to_tile() {
-    for (; chunk_ >= chunks_; chunk_ -= chunks_) ++tile_;
-    return tile_ < end_;
-  }
-
-  __device__ void issue(const Step &step, int slot) {
-    if (index_ > last_) {
-#if !KILAT_BULK
-      copy_commit();  // keeps the count of groups
-#endif
-      return;
-    }
-    const int first = chunk_ << chunk_shift_;
-    const int bytes = min(1 << chunk_shift_, units_ - first) * unit_bytes_;
-    const char *from = base_ + (int64_t(tile_) * units_ + first) * unit_bytes_;
-    const uint32_t to = ring_ + slot * step.slot_bytes;
+  // Brings `n` chunks beyond the ring to the device's cache: for a phase that will not take any for a while.
+  __device__ void look_ahead(const ModelView &m, int n) const {
 #if KILAT_BULK
-    if (threadIdx.x % 32 == 0) copy_bulk(to, from, bytes, barriers_ + slot * 8, policy_);
-#else
-    for (int i = threadIdx.x % 32 * 16; i < bytes; i += 512) copy_16(to + i, from + i);
-    copy_commit();
+    Cursor ahead = cursor_;
+#pragma unroll 1
+    for (; n > 0 && !ahead.at_end(); --n, ahead.advance(m))
+      if (threadIdx.x % 32 == 0) prefetch_bulk(ahead.source(), ahead.bytes());
 #endif
-    chunk_ += kWarps;
-    if (to_tile()) return;
-    ++index_, turn_.next();
-    enter_matrix(step);
   }
 
-  Turn turn_;
-  const MatrixPlace *matrices_;
-  const char *base_;
+ private:
+  __device__ void issue(const Step &step, int slot) {
+    if (!cursor_.at_end()) {
+      const uint32_t to = ring_ + slot * step.slot_bytes;
+#if KILAT_BULK
+      if (threadIdx.x % 32 == 0) copy_bulk(to, cursor_.source(), cursor_.bytes(), barriers_ + slot * 8, policy_);
+#else
+      for (int i = threadIdx.x % 32 * 16; i < cursor_.bytes(); i += 512) copy_16(to + i, cursor_.source() + i);
+#endif
+      cursor_.advance(step.model);
+    }
+#if !KILAT_BULK
+    copy_commit();  // without copies too: it keeps the count of groups
+#endif
+  }
+
+  Cursor cursor_;
   uint64_t policy_;
   uint32_t ring_, barriers_;
   int slot_ = 0, parity_ = 0;
-  int index_, last_, tile_, end_, chunk_, chunks_, units_, unit_bytes_, chunk_shift_;
 };
 
 }  // namespace kilat_cuda
