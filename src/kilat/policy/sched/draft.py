@@ -34,6 +34,7 @@ class Draft:
         self.resting: Session | None = None
         self.may_admit = True
         self.has_prefill = False
+        self.has_preempted = False
 
     def plan(self, step: int) -> StepPlan:
         """The finished plan; takes over the roster's ``gone``."""
@@ -73,6 +74,7 @@ class Draft:
             if victim is None:
                 return False
             self.roster.preempt(victim)
+            self.has_preempted = True
             if victim is s:
                 return False
         return True

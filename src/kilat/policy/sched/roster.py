@@ -109,6 +109,7 @@ class Roster:
         if session.state is State.RUNNING:
             self.running.remove(session)
             self.gone.append(session.id)
+            session.front = True
         else:
             self._leave_queue(session)
         session.table.release()
@@ -117,7 +118,7 @@ class Roster:
         session.n_computed = session.n_planned = 0
         if session.prompt_logprobs is not None:
             session.prompt_logprobs = [None]
-        session.state, session.front = State.WAITING, True
+        session.state = State.WAITING
         self.waiting.push(session)
         self.counts[metrics.PREEMPTIONS] += 1
 

@@ -249,10 +249,14 @@ class Scheduler:
                 f"{len(self._in_flight)} plans are outstanding, limit {self.config.depth}: commit one first"
             )
         draft = self._draft()
-        while not draft.rows and not self._in_flight and (victim := self._roster.in_the_way()) is not None:
+        while not draft.rows and not self._in_flight:
             # Everybody waits for pages. Admission counts the pages of all known tokens, so this takes a step that gave sessions more
             # tokens than one, or pages that arrived for sessions that cannot start; somebody must make room.
-            self._roster.preempt(victim)
+            victim = self._roster.in_the_way()
+            if victim is not None:
+                self._roster.preempt(victim)
+            elif not draft.has_preempted:
+                break
             draft = self._draft()
         if not draft.rows:
             return None
