@@ -7,9 +7,8 @@
 #define TALL_VECTORS 2
 #define WIDE_ROWS 6
 #define WIDE_VECTORS 4
-// The same with quantized weights.
-#define QUANT_TALL_ROWS 6
-#define QUANT_WIDE_ROWS 3
+// Rows of a tile with quantized weights.
+#define QUANT_ROWS 6
 #define KILAT_SIMD "simd_avx512.h"
 
 #include "isa.h"

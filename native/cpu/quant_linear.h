@@ -1,5 +1,5 @@
-// linear with quantized weights. Up to QUANT_WIDE_ROWS rows read the packed planes; more rows first spread the quants of a panel over
-// 8-bit planes, once for a block of rows. Both give the same bits: the sums of integers are the same.
+// linear with quantized weights. Up to QUANT_ROWS rows read the packed planes; more rows first spread the quants of a panel over 8-bit
+// planes, once for a block of rows. Both give the same bits: the sums of integers are the same.
 #pragma once
 
 struct QuantJob {
@@ -45,7 +45,7 @@ static bool quant_block(const QuantJob &job, int block, Scratch *scratch, QuantB
   int64_t first = job.rows * block / job.row_blocks, last = job.rows * (block + 1) / job.row_blocks;
   out->job = &job;
   out->rows = int(last - first);
-  out->tiles = (out->rows + QUANT_TALL_ROWS - 1) / QUANT_TALL_ROWS;
+  out->tiles = (out->rows + QUANT_ROWS - 1) / QUANT_ROWS;
   out->groups = job.w->k / GROUP;
   int64_t packed_bytes = (out->rows * out->groups * X_GROUP_BYTES + 63) / 64 * 64;
   uint64_t holds = job.id << 20 | uint64_t(block + 1);
@@ -63,30 +63,30 @@ static bool quant_block(const QuantJob &job, int block, Scratch *scratch, QuantB
   return true;
 }
 
-static QuantTileFn wide_tile(const QuantType &t, int rows) {
+static QuantTileFn packed_tile(const QuantType &t, int rows) {
   switch (t.scales) {
     case PLAIN:
-      if (t.bits == 8) return pick_quant_tile<PLAIN, 8, QUANT_WIDE_ROWS, 2 * PANEL / W>(rows);
-      return (t.bits == 4 ? pick_quant_tile<PLAIN, 4, QUANT_WIDE_ROWS, 2 * PANEL / W>
-                          : pick_quant_tile<PLAIN, 5, QUANT_WIDE_ROWS, 2 * PANEL / W>)(rows);
+      if (t.bits == 8) return pick_quant_tile<PLAIN, 8>(rows);
+      return (t.bits == 4 ? pick_quant_tile<PLAIN, 4>
+                          : pick_quant_tile<PLAIN, 5>)(rows);
     case WITH_MIN:
-      return (t.bits == 4 ? pick_quant_tile<WITH_MIN, 4, QUANT_WIDE_ROWS, 2 * PANEL / W>
-                          : pick_quant_tile<WITH_MIN, 5, QUANT_WIDE_ROWS, 2 * PANEL / W>)(rows);
+      return (t.bits == 4 ? pick_quant_tile<WITH_MIN, 4>
+                          : pick_quant_tile<WITH_MIN, 5>)(rows);
     case K_MIN:
-      return (t.bits == 4 ? pick_quant_tile<K_MIN, 4, QUANT_WIDE_ROWS, 2 * PANEL / W>
-                          : pick_quant_tile<K_MIN, 5, QUANT_WIDE_ROWS, 2 * PANEL / W>)(rows);
-    default: return pick_quant_tile<K_HALVES, 6, QUANT_WIDE_ROWS, 2 * PANEL / W>(rows);
+      return (t.bits == 4 ? pick_quant_tile<K_MIN, 4>
+                          : pick_quant_tile<K_MIN, 5>)(rows);
+    default: return pick_quant_tile<K_HALVES, 6>(rows);
   }
 }
 
 static QuantTileFn dense_tile(const QuantType &t, int rows) {
   switch (t.scales) {
     case PLAIN:
-      return (t.bits == 8 ? pick_quant_tile<PLAIN, -8, QUANT_TALL_ROWS, PANEL / W>
-                          : pick_quant_tile<PLAIN, 0, QUANT_TALL_ROWS, PANEL / W>)(rows);
-    case WITH_MIN: return pick_quant_tile<WITH_MIN, 0, QUANT_TALL_ROWS, PANEL / W>(rows);
-    case K_MIN: return pick_quant_tile<K_MIN, 0, QUANT_TALL_ROWS, PANEL / W>(rows);
-    default: return pick_quant_tile<K_HALVES, 0, QUANT_TALL_ROWS, PANEL / W>(rows);
+      return (t.bits == 8 ? pick_quant_tile<PLAIN, -8>
+                          : pick_quant_tile<PLAIN, 0>)(rows);
+    case WITH_MIN: return pick_quant_tile<WITH_MIN, 0>(rows);
+    case K_MIN: return pick_quant_tile<K_MIN, 0>(rows);
+    default: return pick_quant_tile<K_HALVES, 0>(rows);
   }
 }
 
@@ -94,7 +94,6 @@ static QuantArgs quant_args(const QuantBlock &block, const PanelAt &p, bf16 *out
   QuantArgs args;
   args.a = block.packed;
   args.b = p.data;
-  args.panel_step = 0;
   args.dense = nullptr;
   args.dense_step = 0;
   args.groups = block.groups;
@@ -107,19 +106,15 @@ static QuantArgs quant_args(const QuantBlock &block, const PanelAt &p, bf16 *out
   return args;
 }
 
-// Two panels of one type for all rows of a block that is one wide tile.
-static void two_panels(const QuantBlock &block, const PanelAt &p, const PanelAt &q, bf16 *out, int64_t out_stride) {
-  QuantArgs args = quant_args(block, p, out, out_stride);
-  args.panel_step = q.data - p.data;
-  args.columns = PANEL + q.columns;
-  wide_tile(*p.type, block.rows)(args);
-}
-
 // One panel for all rows of a block.
 static void one_panel(const QuantBlock &block, const PanelAt &p, bf16 *out, int64_t out_stride) {
   const QuantType &t = *p.type;
   QuantArgs args = quant_args(block, p, out, out_stride);
   int64_t header = header_bytes_of(t.scales), scales = scale_bytes_of(t.scales);
+  if (block.tiles == 1) {
+    packed_tile(t, block.rows)(args);
+    return;
+  }
   if (t.bits == 8) {
     args.dense = p.data + scales;
     args.dense_step = args.record;
@@ -160,25 +155,13 @@ static void quant_unit(void *raw, int unit, int worker) {
   alignas(64) bf16 buffer[ROW_BLOCK * 2 * PANEL];
   for (; panel < end; panel++) {
     PanelAt p = panel_at(w, panel);
-    if (!job->gated && panel + 1 == end) {
+    if (!job->gated) {
       one_panel(block, p, out + p.column, width);
       continue;
     }
-    PanelAt q = panel_at(w, job->gated ? panel + job->panels : panel + 1);
-    bool both = block.rows <= QUANT_WIDE_ROWS && p.type == q.type && p.columns == PANEL;
-    if (job->gated) {
-      if (both) two_panels(block, p, q, buffer, 2 * PANEL);
-      else {
-        one_panel(block, p, buffer, 2 * PANEL);
-        one_panel(block, q, buffer + PANEL, 2 * PANEL);
-      }
-      gate_panel(buffer, block.rows, out + p.column, width);
-    } else if (both) {
-      two_panels(block, p, q, out + p.column, width);
-      panel++;
-    } else {
-      one_panel(block, p, out + p.column, width);
-    }
+    one_panel(block, p, buffer, 2 * PANEL);
+    one_panel(block, panel_at(w, panel + job->panels), buffer + PANEL, 2 * PANEL);
+    gate_panel(buffer, block.rows, out + p.column, width);
   }
 }
 

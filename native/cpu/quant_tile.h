@@ -10,13 +10,12 @@ struct XGroup {
   float d, d_sum;                // d_sum: d times the sum of the quants
   int32_t minus_sum, minus_half[2];  // minus the sums of all quants, of the first half, of the second
 };
-enum { X_GROUP_BYTES = int(sizeof(XGroup)) + GROUP };
+enum { X_GROUP_BYTES = int(sizeof(XGroup)) + GROUP, QUANT_AHEAD_BYTES = 2048 };
 
 struct QuantArgs {
   const char *a;       // rows as above
-  const char *b;       // the first of two panels (NV * W > PANEL), or the only one
-  int64_t panel_step;  // from it to the second
-  const char *dense;   // the quants of the panel as 8-bit planes, dense_step from group to group
+  const char *b;      // the panel
+  const char *dense;  // its quants as 8-bit planes, dense_step from group to group
   int64_t dense_step;
   int64_t groups;
   int64_t record;  // bytes of a group in a panel
@@ -67,16 +66,17 @@ INLINE VF min_of(const char *header, const char *p, int column) {
 }
 
 // BITS as packed, or 0: from the dense planes, where quants stay below 128, or -8: where they fill 8 bits.
-template <QuantScales SCALES, int BITS, int MR, int NV>
+template <QuantScales SCALES, int BITS, int MR>
 static void quant_tile(const QuantArgs &t) {
   constexpr bool PACKED = BITS > 0, WIDE = BITS == 8 || BITS == -8, MIN = SCALES == WITH_MIN || SCALES == K_MIN;
   constexpr int HALVES = SCALES == K_HALVES ? 2 : 1, STEPS = GROUP_STEPS / HALVES;
   constexpr int64_t HEADER = header_bytes_of(SCALES), SCALE = scale_bytes_of(SCALES);
   constexpr int64_t RECORD = SCALE + quant_bytes_of(PACKED ? BITS : 8);
+  constexpr int NV = PANEL / W;
   VF acc[MR][NV];
   clear(acc);
   const char *a = t.a, *b = t.b, *header = t.b, *dense = t.dense;
-  const int64_t panel_step = t.panel_step, record = PACKED ? RECORD : t.record;
+  const int64_t record = PACKED ? RECORD : t.record;
   for (int64_t g = 0; g < t.groups; g++) {
     if (HEADER && g % HEADER_GROUPS == 0) {
       header = b;
@@ -86,9 +86,7 @@ static void quant_tile(const QuantArgs &t) {
     const char *xq = a + MR * sizeof(XGroup);
     if constexpr (PACKED) {
 #pragma GCC unroll 32
-      for (int line = 0; line < RECORD; line += 64)
-#pragma GCC unroll 2
-        for (int p = 0; p < NV * W / PANEL; p++) __builtin_prefetch(b + p * panel_step + line + 2048, 0, 2);
+      for (int line = 0; line < RECORD; line += 64) __builtin_prefetch(b + line + QUANT_AHEAD_BYTES, 0, 2);
     }
     for_each<0, HALVES>([&](auto half) {
       constexpr int H = decltype(half)::value;
@@ -105,7 +103,7 @@ static void quant_tile(const QuantArgs &t) {
         VI u[NV];
 #pragma GCC unroll 8
         for (int j = 0; j < NV; j++) {
-          if constexpr (PACKED) u[j] = quants<BITS, S>(b + SCALE + j * W / PANEL * panel_step + j * W % PANEL * 4);
+          if constexpr (PACKED) u[j] = quants<BITS, S>(b + SCALE + j * W * 4);
           else u[j] = load_i(dense + S * PLANE + j * W * 4);
         }
 #pragma GCC unroll 16
@@ -117,12 +115,11 @@ static void quant_tile(const QuantArgs &t) {
       });
 #pragma GCC unroll 8
       for (int j = 0; j < NV; j++) {
-        const int64_t panel = j * W / PANEL * panel_step;
-        VF d = scale_of<SCALES>(header + panel, b + panel, j * W % PANEL, H);
+        VF d = scale_of<SCALES>(header, b, j * W, H);
 #pragma GCC unroll 16
         for (int i = 0; i < MR; i++) acc[i][j] = fma(mul(d, set1(x[i].d)), to_float(dot[i][j]), acc[i][j]);
         if constexpr (MIN) {
-          VF least = min_of<SCALES>(header + panel, b + panel, j * W % PANEL);
+          VF least = min_of<SCALES>(header, b, j * W);
 #pragma GCC unroll 16
           for (int i = 0; i < MR; i++) acc[i][j] = fma(least, set1(x[i].d_sum), acc[i][j]);
         }
@@ -147,10 +144,10 @@ static void quant_tile(const QuantArgs &t) {
 
 typedef void (*QuantTileFn)(const QuantArgs &);
 
-template <QuantScales SCALES, int BITS, int MR, int NV>
+template <QuantScales SCALES, int BITS, int MR = QUANT_ROWS>
 static inline QuantTileFn pick_quant_tile(int rows) {
-  if (rows == MR) return quant_tile<SCALES, BITS, MR, NV>;
-  if constexpr (MR > 1) return pick_quant_tile<SCALES, BITS, MR - 1, NV>(rows);
+  if (rows == MR) return quant_tile<SCALES, BITS, MR>;
+  if constexpr (MR > 1) return pick_quant_tile<SCALES, BITS, MR - 1>(rows);
   return nullptr;
 }
 
@@ -159,6 +156,7 @@ template <int BITS>
 static void spread(const char *planes, int64_t record, int64_t header, int64_t groups, char *out) {
   for (int64_t g = 0; g < groups; g++) {
     if (g % HEADER_GROUPS == 0) planes += header;
+    for (int line = 0; line < record; line += 64) __builtin_prefetch(planes + line + QUANT_AHEAD_BYTES, 0, 2);
     for_each<0, GROUP_STEPS>([&](auto step) {
       constexpr int S = decltype(step)::value;
 #pragma GCC unroll 4
