@@ -117,7 +117,7 @@ class Router:
         )
         for w in nsmallest(BEST, computing, key=lambda w: prefills[w.worker_id].total_s):
             for decode_s, move_s, d in takers:
-                if d is not w and w.decode_weight < min(d.decode_weight, w.prefill_weight):
+                if d is not w and w.decode_weight < d.decode_weight:
                     options.append(_Option(w, d, prefills[w.worker_id], decode_s, move_s, "handed over"))
         return options
 

@@ -12,7 +12,7 @@ from math import ceil
 from kilat.policy.scale.config import ScaleConfig
 from kilat.policy.scale.window import RoleWorker, Window
 
-LEAST_PRESSURE, MOST_PRESSURE = 0.1, 10.0
+LEAST_PRESSURE, MOST_PRESSURE = 0.1, 3.0
 UNKNOWN_TOKENS_PER_S = 1000.0
 STANDING_QUEUE = 0.25
 """Part of the TTFT target that a queue must be worth before late first tokens count."""
@@ -59,7 +59,7 @@ class RoleScaler:
         unknown = sum(rates) / len(rates) if rates else UNKNOWN_TOKENS_PER_S
         rate = sum((w.prefill_tokens_per_s or unknown) * _halves(w) / 2 for w in workers) or unknown / 2
         queue = sum(w.queued_prompt_tokens for w in workers) / rate / self.config.ttft_slo_s
-        prefill = window.prompt_tokens / window.seconds / rate + queue
+        prefill = max(window.prompt_tokens / window.seconds / rate, queue)
         if queue > STANDING_QUEUE:
             prefill = max(prefill, _quantile(window.ttft_s, self.config.quantile) / self.config.ttft_slo_s)
         places = sum(w.max_running * (2 - _halves(w)) / 2 for w in workers)
@@ -78,8 +78,7 @@ class RoleScaler:
             return have
         needs_prefill, needs_decode = prefill * have, decode * (2 * len(workers) - have)
         want = 2 * len(workers) * needs_prefill / (needs_prefill + needs_decode)
-        # the measured times of a side grow much faster than its load, so never more than half of the way, but at least a step
-        step = max(1, round(abs(want - have) / 2))
+        step = max(1, round(abs(want - have)))
         return min(max(have + step if want > have else have - step, 1), most)
 
     def _move(
