@@ -27,33 +27,39 @@ __device__ inline Span span_of(int position, int window, int max_splits, int spl
   return s;
 }
 
-// One warp: a head of `from` (global, bf16) normalized if `norm`, and rotated if `rope`; put(i, value rounded to bf16).
+// One warp: a head of `from` (global, bf16) normalized if `norm`, and rotated if `rope`; put(i, value rounded to bf16). All loads are
+// started before the first is used.
 template <class Put>
 __device__ inline void rotate_head(const ModelView &m, const __nv_bfloat16 *from, const __nv_bfloat16 *norm, const float *rope, Put put) {
-  const int lane = threadIdx.x % 32, dim = m.head_dim, half = m.rotary / 2;
-  float scale = 1;
+  constexpr int kMost = 8;  // elements of a lane: heads of up to 256
+  const int lane = threadIdx.x % 32, dim = m.head_dim, half = rope ? m.rotary / 2 : 0;
+  float own[kMost], other[kMost], c[kMost], s[kMost];
+#pragma unroll
+  for (int k = 0; k < kMost; ++k) {
+    const int i = lane + 32 * k, j = i < half ? i : i - half;
+    const bool turns = i < 2 * half;
+    own[k] = i < dim ? load_fresh_bf16(from + i) : 0;
+    other[k] = turns ? load_fresh_bf16(from + (i < half ? i + half : j)) : 0;
+    c[k] = turns ? rope[j] : 1;
+    s[k] = turns ? (i < half ? -rope[half + j] : rope[half + j]) : 0;
+  }
   if (norm) {
     float squares = 0;
-    for (int i = lane; i < dim; i += 32) {
-      const float v = load_fresh_bf16(from + i);
-      squares += v * v;
-    }
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) squares += own[k] * own[k];
     for (int d = 16; d > 0; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
-    scale = rsqrtf(squares / dim + m.qk_norm_eps);
-  }
-  const auto value = [&](int i) {
-    const float v = load_fresh_bf16(from + i);
-    return norm ? rounded(rounded(v * scale) * __bfloat162float(norm[i])) : v;
-  };
-  for (int i = lane; i < dim; i += 32) {
-    if (!rope || i >= 2 * half) {
-      put(i, value(i));
-      continue;
+    const float scale = rsqrtf(squares / dim + m.qk_norm_eps);
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const int i = lane + 32 * k;
+      if (i >= dim) continue;
+      own[k] = rounded(rounded(own[k] * scale) * __bfloat162float(norm[i]));
+      if (i < 2 * half) other[k] = rounded(rounded(other[k] * scale) * __bfloat162float(norm[i < half ? i + half : i - half]));
     }
-    const int j = i < half ? i : i - half;
-    const float c = rope[j], s = rope[half + j], a = value(j), b = value(j + half);
-    put(i, rounded(i < half ? a * c - b * s : b * c + a * s));
   }
+#pragma unroll
+  for (int k = 0; k < kMost; ++k)
+    if (lane + 32 * k < dim) put(lane + 32 * k, rounded(own[k] * c[k] + other[k] * s[k]));
 }
 
 struct AttentionItem {
