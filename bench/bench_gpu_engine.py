@@ -127,6 +127,7 @@ def arguments() -> argparse.Namespace:
     ap.add_argument("shape")
     ap.add_argument("--quick", action="store_true")
     ap.add_argument("--deterministic", action="store_true")
+    ap.add_argument("--quant", default="none", help="fp8: FP8 block weights")
     ap.add_argument("--step-tokens", type=int, default=8192)
     ap.add_argument("--target-step-s", type=float, default=60.0, help="0.02 for the interference case")
     ap.add_argument("--out", default="")
@@ -148,6 +149,7 @@ def main() -> None:
             deterministic=a.deterministic,
             max_waiting=100_000,
             prefix_cache=False,
+            quant=a.quant,
             target_step_s=a.target_step_s,
         )
     )

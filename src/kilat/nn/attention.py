@@ -46,9 +46,10 @@ class Attention:
             self.norm = QkNorm(q, k, c.qk_norm_eps)
         self.kv_scale: KvScale | None = None
         self.window, self.scale, self.kernels = c.window, c.head_dim**-0.5, build.kernels
+        self.feed_out = build.kernels.feeding(self.out.weight)
 
     def __call__(self, x: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch) -> Tensor:
         qkv = self.kernels.linear(x, self.qkv)
         q = self.kernels.rope_write(qkv, cos_sin, kv, batch, self.heads, self.norm, self.kv_scale)
-        y = self.kernels.attention(q, kv, batch, scale=self.scale, window=self.window, kv_scale=self.kv_scale)
+        y = self.feed_out.attention(q, kv, batch, scale=self.scale, window=self.window, kv_scale=self.kv_scale)
         return self.out(y)

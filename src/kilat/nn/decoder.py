@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kilat.nn.attention import Attention, AttentionConfig
 from kilat.nn.build import Build
+from kilat.nn.embedding import Embedding, untied_head
 from kilat.nn.mlp import GatedMlp
 from kilat.nn.rotary import Rope, cos_sin_table
 from kilat.ops.batch import StepBatch
@@ -36,18 +37,20 @@ class DecoderLayer:
         self.mlp = GatedMlp(build, f"{name}.mlp", config.hidden, config.inner, bias=config.mlp_bias)
         self.norm_in = build.take(f"{name}.input_layernorm.weight", (config.hidden,))
         self.norm_mid = build.take(f"{name}.post_attention_layernorm.weight", (config.hidden,))
-        self.eps, self.kernels = config.norm_eps, build.kernels
+        self.eps = config.norm_eps
+        self.feed_attention = build.kernels.feeding(self.attention.qkv)
+        self.feed_mlp = build.kernels.feeding(self.mlp.gate_up)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, kv: Tensor, batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
         """x, residual [T, hidden] -> the same pair; the layer's input is x + residual (residual None: x alone)."""
         if residual is None:
-            x, residual = self.kernels.rms_norm(x, self.norm_in, self.eps), x
+            x, residual = self.feed_attention.rms_norm(x, self.norm_in, self.eps), x
         else:
-            x, residual = self.kernels.add_rms_norm(x, residual, self.norm_in, self.eps)
+            x, residual = self.feed_attention.add_rms_norm(x, residual, self.norm_in, self.eps)
         x = self.attention(x, cos_sin, kv, batch)
-        x, residual = self.kernels.add_rms_norm(x, residual, self.norm_mid, self.eps)
+        x, residual = self.feed_mlp.add_rms_norm(x, residual, self.norm_mid, self.eps)
         return self.mlp(x), residual
 
 
@@ -57,15 +60,12 @@ class Decoder:
     def __init__(self, build: Build, config: DecoderConfig, max_model_len: int) -> None:
         c = self.config = config
         table = (c.vocab_size, c.hidden)
-        self.embedding = build.take("model.embed_tokens.weight", table)
+        self.embedding = Embedding(build, "model.embed_tokens.weight", table)
         self.layers = [DecoderLayer(build, f"model.layers.{i}", c, a) for i, a in enumerate(c.attention)]
         self.norm = build.take("model.norm.weight", (c.hidden,))
-        head = self.embedding if c.tied else build.take("lm_head.weight", table)
-        self.head = build.kernels.pack_linear(head, None)
-        if c.tied and self.head.data is not self.embedding:
-            build.on_weight(
-                "lm_head.weight", self.head.n_bytes
-            )  # the kernel set keeps a packed copy beside the table
+        self.head = (
+            self.embedding.as_head(build) if c.tied else untied_head(build, "lm_head.weight", table)
+        )
         self.cos_sin = cos_sin_table(c.rope, max_model_len, build.device)
         self.kernels = build.kernels
 
@@ -76,7 +76,7 @@ class Decoder:
 
     def __call__(self, batch: StepBatch, kv: Tensor) -> Tensor:
         """Logits [S, vocab] of the tokens at ``batch.logits_at``, in the model's dtype."""
-        x = self.embedding[batch.token_ids]
+        x = self.embedding(batch.token_ids)
         residual = None
         for i, layer in enumerate(self.layers):
             x, residual = layer(x, residual, self.cos_sin, kv[:, i], batch)

@@ -13,7 +13,7 @@ class GatedMlp:
         parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
         self.gate_up = column_parallel(build, parts, hidden, bias=bias)
         self.down = RowParallel(build, f"{name}.down_proj", hidden, inner, bias=bias)
-        self.kernels = build.kernels
+        self.feed_down = build.kernels.feeding(self.down.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.kernels.gated_linear(x, self.gate_up))
+        return self.down(self.feed_down.gated_linear(x, self.gate_up))

@@ -41,7 +41,7 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
     padded = F.pad(weight.float(), (0, -n_in % BLOCK, 0, -n_out % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
     top = blocks.abs().amax(dim=(1, 3))
-    scale = torch.where(top == 0, 1.0, (top / FP8_MAX).clamp_min(SMALLEST_SCALE))
+    scale = torch.where(top == 0, 1.0, _scale(top))
     data = _to_fp8(blocks / scale[:, None, :, None]).view(padded.shape)
     return Fp8Weight(data[:n_out, :n_in].contiguous(), scale)
 
@@ -65,9 +65,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     n_rows, n_in = x.shape
     groups = F.pad(x.float(), (0, -n_in % BLOCK)).view(n_rows, -(-n_in // BLOCK), BLOCK)
     top = groups.abs().amax(-1)
-    scale = (top / FP8_MAX).clamp_min(SMALLEST_SCALE)
+    scale = _scale(top)
     data = _to_fp8(groups / scale[..., None]).view(n_rows, -1)[:, :n_in]
     return data.contiguous(), scale
+
+
+def _scale(top: Tensor) -> Tensor:
+    # by a tensor, not by a number: devices divide by a number through its reciprocal, whose last bit differs
+    return (top / torch.full_like(top, FP8_MAX)).clamp_min(SMALLEST_SCALE)
 
 
 def _to_fp8(x: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ class Kernels:
 
     ``name`` is what ``kilat doctor`` prints, ``why`` the reason this set was taken. ``batch_invariant`` is a promise of all of them.
     ``linear`` and ``gated_linear`` take what ``pack_linear`` and ``pack_fp8`` made. ``pack_fp8`` None: the set has no FP8 product.
-    ``fp8_kv``: ``rope_write`` and ``attention`` take a ``kv_scale``.
+    ``fp8_kv``: ``rope_write`` and ``attention`` take a ``kv_scale``. ``quantized``: the same set, but ``rms_norm``, ``add_rms_norm``,
+    ``attention`` and ``gated_linear`` give rows that are quantized already, which only its products with FP8 weights take.
     """
 
     name: str
@@ -86,6 +87,11 @@ class Kernels:
     blocks: BlockOps | None = None
     pack_fp8: Callable[[Fp8Weight, Tensor | None], LinearWeight] | None = None
     fp8_kv: bool = False
+    quantized: "Kernels | None" = None
+
+    def feeding(self, w: LinearWeight) -> "Kernels":
+        """The set whose results are what this set's product with ``w`` takes with the least work."""
+        return self.quantized if self.quantized is not None and w.dtype == fp8_linear.FP8 else self
 
     def gated_linear(self, x: Tensor, w: LinearWeight) -> Tensor:
         """x [T, K], w [2 I, K] (gate first, then up) -> silu_mul(linear(x, w)) [T, I]; in one kernel where the set has it."""

@@ -1,16 +1,20 @@
 """attention: rows with few tokens go to attention_decode (or attention_exact), longer chunks to attention_prefill."""
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
 
 from kilat.ops.batch import StepBatch
+from kilat.ops.fp8_linear import BLOCK
 from kilat.ops.rope_write import KvScale
 from kilat.ops.triton.attention_blocks import block_rows, can_take
 from kilat.ops.triton.attention_decode import decode_rows
 from kilat.ops.triton.attention_exact import decode_rows_exact
 from kilat.ops.triton.attention_prefill import prefill_rows
 from kilat.ops.triton.attention_tiles import Call
+from kilat.ops.triton.fp8_rows import Fp8Rows, empty_rows, quantize_rows
 
 MOST_ROWS_TIMES_HEADS = 1 << 18
 
@@ -38,13 +42,40 @@ class Attention:
         kv_scale: KvScale | None = None,
     ) -> Tensor:
         assert kv_scale is None
-        q = q.contiguous()
-        group_pad = triton.next_power_of_2(q.shape[1] // kv.shape[3])
-        few = min(max(1, 16 // group_pad), batch.max_q_len)
-        call = Call(q, kv, torch.empty_like(q), batch, scale, window, few, self.exact)
-        assert len(batch.kv_len) * kv.shape[3] <= MOST_ROWS_TIMES_HEADS
+        return self._run(_call(q, kv, batch, scale, window, self.exact)).out.view(q.shape[0], -1)
+
+    def quantized(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        batch: StepBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        kv_scale: KvScale | None = None,
+    ) -> Fp8Rows:
+        """quantize_rows of the result, to the bit; by the kernel itself where every row decodes and a head is a group."""
+        assert kv_scale is None
+        n_tokens, n_q, dim = q.shape
+        call = _call(q, kv, batch, scale, window, self.exact)
+        if self.exact or dim != BLOCK or batch.max_q_len > call.few:
+            return quantize_rows(self._run(call).out.view(n_tokens, -1))
+        rows = empty_rows(n_tokens, n_q * dim, q.device)
+        self._run(replace(call, out=rows.data[:n_tokens].view(n_tokens, n_q, dim), out_scale=rows.scale))
+        return rows
+
+    def _run(self, call: Call) -> Call:
+        q, batch = call.q, call.batch
+        assert len(batch.kv_len) * call.n_kv <= MOST_ROWS_TIMES_HEADS
         if q.shape[0] > 0:
             (decode_rows_exact if self.exact else decode_rows)(call, self.done)
-            if batch.max_q_len > few:
+            if batch.max_q_len > call.few:
                 (block_rows if can_take(call) else prefill_rows)(call)
-        return call.out.view(q.shape[0], -1)
+        return call
+
+
+def _call(q: Tensor, kv: Tensor, batch: StepBatch, scale: float, window: int, exact: bool) -> Call:
+    q = q.contiguous()
+    group_pad = triton.next_power_of_2(q.shape[1] // kv.shape[3])
+    few = min(max(1, 16 // group_pad), batch.max_q_len)
+    return Call(q, kv, torch.empty_like(q), batch, scale, window, few, exact)

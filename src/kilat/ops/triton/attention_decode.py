@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kilat.ops.triton.attention_tiles import LOG2E, Call, attend, load_part, merge, pages
+from kilat.ops.triton.attention_tiles import LOG2E, Call, attend, load_part, merge, pages, store_out
 from kilat.ops.triton.launch import can_overlap, let_next_start, prefetch_l2, sm_count, wait_for_previous
 
+KINDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float16: tl.float16}
 MERGE_APART_ROWS = 8
 """Up to this many rows a head has many parts and a second kernel merges them; with more it has two or three, and who finishes last does."""
 
@@ -53,8 +54,9 @@ def decode_rows(call: Call, done: Tensor) -> None:
     weight = torch.empty(n_programs * 2, width, 2, dtype=torch.float32, device=call.q.device)
     rows, d_pad, pdl = max(16, triton.next_power_of_2(n_rows)), triton.next_power_of_2(dim), can_overlap()
     merge_apart = n_rows <= MERGE_APART_ROWS
+    scale_stride = 0 if call.out_scale is None else call.out_scale.stride(0)
     _shares[(n_programs,)](
-        call.q, kv, call.out, part, weight, done, batch.row_start, batch.kv_len, batch.page_table,
+        call.q, kv, call.out, call.out_scale, scale_stride, part, weight, done, batch.row_start, batch.kv_len, batch.page_table,
         n_rows, batch.page_table.shape[1], kv.stride(0), kv.stride(1), call.scale * LOG2E,
         PAGE=batch.page_tokens, TOKEN_STRIDE=kv.stride(2), HEAD_STRIDE=kv.stride(3), LEAST=t.least, ROWS=rows, FEW=call.few,
         WINDOW=call.window, HKV=call.n_kv, G=call.group, G_PAD=call.group_pad, D=dim, D_PAD=d_pad, M=max(16, call.group_pad),
@@ -63,9 +65,10 @@ def decode_rows(call: Call, done: Tensor) -> None:
     )  # fmt: skip
     if merge_apart:
         _merge[(n_rows, call.n_kv)](
-            call.out, part, weight, batch.row_start, batch.kv_len, n_rows, n_programs,
+            call.out, call.out_scale, scale_stride, part, weight, batch.row_start, batch.kv_len, n_rows, n_programs,
             LEAST=t.least, ROWS=rows, FEW=call.few, WINDOW=call.window, HKV=call.n_kv, G=call.group, D=dim, D_PAD=d_pad,
-            WIDTH=width, W=triton.next_power_of_2(width), TILE=t.tile, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            WIDTH=width, W=triton.next_power_of_2(width), TILE=t.tile, KIND=KINDS[call.q.dtype],
+            PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
 
 
@@ -107,9 +110,9 @@ def _line(
     return tiles, tl.cumsum(tiles, 0), total, tl.maximum(tl.cdiv(total, n_programs), LEAST)
 
 
-@triton.jit(do_not_specialize=["n_rows", "table_width"])
+@triton.jit(do_not_specialize=["n_rows", "table_width", "scale_stride"])
 def _shares(
-    q_ptr, kv_ptr, out_ptr, part_ptr, weight_ptr, done_ptr, row_start_ptr, kv_len_ptr, table_ptr,
+    q_ptr, kv_ptr, out_ptr, scale_ptr, scale_stride, part_ptr, weight_ptr, done_ptr, row_start_ptr, kv_len_ptr, table_ptr,
     n_rows, table_width, page_stride, kv_stride, scale,
     PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, LEAST: tl.constexpr,
     ROWS: tl.constexpr, FEW: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr,
@@ -187,15 +190,17 @@ def _shares(
                         p_acc, p_top, p_total = load_part(part_ptr, weight_ptr, place, real, inside, d, D)
                         acc, top, total = merge(acc, top, total, p_acc, p_top, p_total)
         if whole:
-            tl.store(out_ptr + q_at[:, None] + d[None, :], (acc / total[:, None]).to(q.dtype), mask=inside)
+            store_out(
+                acc / total[:, None], out_ptr, scale_ptr, scale_stride, start + query, head * G + g, real, d, HKV * G, D, q.dtype
+            )  # fmt: skip
         at += count
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_programs"])
+@triton.jit(do_not_specialize=["n_rows", "n_programs", "scale_stride"])
 def _merge(
-    out_ptr, part_ptr, weight_ptr, row_start_ptr, kv_len_ptr, n_rows, n_programs,
+    out_ptr, scale_ptr, scale_stride, part_ptr, weight_ptr, row_start_ptr, kv_len_ptr, n_rows, n_programs,
     LEAST: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per row and head: adds the parts of a head that several programs shared, P of them at a time."""
     let_next_start(PDL)
@@ -235,6 +240,6 @@ def _merge(
             acc = acc * old[:, None] + tl.sum(parts * factor[:, :, None], 0)
             total = total * old + tl.sum(totals * factor, 0)
             top = new_top
-        at = (((start + line // G) * HKV + head) * G + line % G).to(tl.int64) * D
-        y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at[:, None] + d[None, :], y, mask=real[:, None] & (d[None, :] < D))
+        store_out(
+            acc / total[:, None], out_ptr, scale_ptr, scale_stride, start + line // G, head * G + line % G, real, d, HKV * G, D, KIND
+        )  # fmt: skip

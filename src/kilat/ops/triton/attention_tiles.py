@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kilat.ops.batch import StepBatch
+from kilat.ops.triton.fp8_rows import group_scale, to_fp8
 
 LOG2E = 1.4426950408889634
 EXACT_CUT = 256
@@ -14,7 +15,7 @@ EXACT_CUT = 256
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One attention call as both kernels see it; ``out`` [T, Hq, D] is written.
+    """One attention call as both kernels see it; ``out`` [T, Hq, D] is written, with ``out_scale`` [Hq, T] in e4m3 (D is 128 then).
 
     ``few`` is the most tokens of a row that the split kernel takes; rows with more go to the block kernel.
     """
@@ -27,6 +28,7 @@ class Call:
     window: int
     few: int
     exact: bool
+    out_scale: Tensor | None = None
 
     @property
     def n_kv(self) -> int:
@@ -90,6 +92,23 @@ def attend(
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         top = new_top
     return acc, top, total
+
+
+@triton.jit
+def store_out(
+    y, out_ptr, scale_ptr, scale_stride, token, head, real, d, HEADS: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Results y [M, D_PAD] fp32 of ``head`` [M] of ``token`` [M], rounded to KIND; with ``scale_ptr`` a head is a group of e4m3."""
+    y = y.to(KIND)
+    at = (token * HEADS + head).to(tl.int64)[:, None] * D + d[None, :]
+    inside = real[:, None] & (d[None, :] < D)
+    if scale_ptr is not None:
+        f = tl.where(inside, y.to(tl.float32), 0.0)
+        scale = group_scale(tl.max(tl.abs(f), 1))
+        tl.store(scale_ptr + head * scale_stride + token, scale, mask=real)
+        tl.store(out_ptr + at, to_fp8(f, scale[:, None]), mask=inside)
+    else:
+        tl.store(out_ptr + at, y, mask=inside)
 
 
 @triton.jit

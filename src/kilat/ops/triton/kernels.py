@@ -1,16 +1,20 @@
 """triton_kernels: the CUDA sets of ops, fast and exact."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from kilat.ops.kernels import Kernels
-from kilat.ops.triton import linear, rms_norm, rope_write, sample, silu_mul
+from kilat.ops.triton import fp8_linear, linear, rms_norm, rope_write, sample, silu_mul
 from kilat.ops.triton.attention import Attention
 
 
 def triton_kernels(why: str, *, exact: bool = False) -> Kernels:
     """The set for the current CUDA device, to be used by one thread and stream. ``exact`` takes batch-invariant kernels throughout."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Kernels(
+    attention = Attention(device, exact=exact)
+    plain = Kernels(
         name="triton-exact" if exact else "triton",
         why=why,
         batch_invariant=exact,
@@ -19,8 +23,17 @@ def triton_kernels(why: str, *, exact: bool = False) -> Kernels:
         rms_norm=rms_norm.rms_norm,
         add_rms_norm=rms_norm.add_rms_norm,
         rope_write=rope_write.rope_write,
-        attention=Attention(device, exact=exact),
+        attention=attention,
         silu_mul=silu_mul.silu_mul,
         draw=sample.draw,
         fused_gate=linear.gated_linear_exact if exact else linear.gated_linear,
+        pack_fp8=fp8_linear.pack_fp8,
     )
+    # these return rows that only the FP8 products take: to the rest of the program a tensor like any other
+    quantized: dict[str, Any] = {
+        "rms_norm": rms_norm.rms_norm_fp8,
+        "add_rms_norm": rms_norm.add_rms_norm_fp8,
+        "attention": attention.quantized,
+        "fused_gate": fp8_linear.gated_linear_exact_fp8 if exact else fp8_linear.gated_linear_fp8,
+    }
+    return replace(plain, quantized=replace(plain, **quantized))

@@ -8,6 +8,8 @@ import triton
 from torch import Tensor
 
 from kilat.ops.linear import LinearWeight
+from kilat.ops.triton import fp8_linear
+from kilat.ops.triton.fp8_linear import PackedFp8
 from kilat.ops.triton.launch import can_overlap
 from kilat.ops.triton.linear_stream import Tiles, stream
 from kilat.ops.triton.silu_mul import silu_mul
@@ -37,6 +39,8 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
 
 def linear(x: Tensor, w: LinearWeight) -> Tensor:
     """Contract: ops/linear.py. Not batch-invariant: the number of rows decides how K is cut."""
+    if isinstance(w.data, PackedFp8):
+        return fp8_linear.linear(x, w)
     if x.shape[0] > STREAM_ROWS or not can_stream(x, w):
         return F.linear(x, w.data.weight, w.bias)
     n_out, n_in = w.shape
@@ -45,6 +49,8 @@ def linear(x: Tensor, w: LinearWeight) -> Tensor:
 
 def gated_linear(x: Tensor, w: LinearWeight) -> Tensor:
     """silu_mul(linear(x, w)): x [T, K], w [2 I, K] (gate first, then up) -> [T, I]. Not batch-invariant, as ``linear``."""
+    if isinstance(w.data, PackedFp8):
+        return fp8_linear.gated_linear(x, w)
     if x.shape[0] > STREAM_ROWS or not can_stream(x, w):
         return silu_mul(linear(x, w))
     return stream(x, w.data.weight, w.bias, w.data.done, gated_tiles_for(x.shape[0]), gated=True)
@@ -52,6 +58,8 @@ def gated_linear(x: Tensor, w: LinearWeight) -> Tensor:
 
 def linear_exact(x: Tensor, w: LinearWeight) -> Tensor:
     """Contract: ops/linear.py. Batch-invariant: K is never cut, and the order of its sum depends on no tile size."""
+    if isinstance(w.data, PackedFp8):
+        return fp8_linear.linear_exact(x, w)
     if not can_stream(x, w):
         raise ValueError(
             f"batch-invariant linear needs bf16 and K a multiple of 8, got {w.dtype} and K {w.shape[1]}"
@@ -61,6 +69,8 @@ def linear_exact(x: Tensor, w: LinearWeight) -> Tensor:
 
 def gated_linear_exact(x: Tensor, w: LinearWeight) -> Tensor:
     """silu_mul(linear_exact(x, w)) with the same bits."""
+    if isinstance(w.data, PackedFp8):
+        return fp8_linear.gated_linear_exact(x, w)
     if not can_stream(x, w):
         return silu_mul(linear_exact(x, w))
     return stream(x, w.data.weight, w.bias, w.data.done, gated_tiles_for(x.shape[0]), gated=True)
