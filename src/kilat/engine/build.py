@@ -13,6 +13,7 @@ from kilat.engine.core import Engine, EngineInfo
 from kilat.engine.device_runner import DeviceLimits, DeviceRunner
 from kilat.engine.grammar import GrammarCompiler
 from kilat.engine.kv_memory import Ledger, PageMemory, choose_pages, free_bytes, page_layout
+from kilat.engine.kv_scales import measured_scales, require_fp8_kv, scales_name, stored_scales
 from kilat.engine.runner import HostRunner, Runner
 from kilat.engine.sampler import Sampler
 from kilat.load.config import read_config as read_raw_config
@@ -24,10 +25,12 @@ from kilat.nn.build import Build, DummyBuild, NoWeights
 from kilat.nn.decoder import Decoder, DecoderConfig
 from kilat.ops import kernels
 from kilat.ops.cpu import kernels as cpu_kernels
-from kilat.ops.kernels import Kernels
+from kilat.ops.fp8_linear import FP8
+from kilat.ops.kernels import BlockOps, Kernels
 from kilat.parallel.mesh import Mesh
 from kilat.policy.sched.config import SchedulerConfig
 from kilat.policy.sched.scheduler import Scheduler
+from kilat.quant.fp8_blocks import checkpoint_quant
 from kilat.wire.kv import KvLayout
 
 DEFAULT_STEP_TOKENS = 2048
@@ -45,6 +48,9 @@ class _Choices:
     max_model_len: int
     depth: int
     target_step_s: float
+    fp8: bool
+    kv_fp8: bool
+    blocks: BlockOps | None
 
 
 def build_engine(
@@ -64,10 +70,9 @@ def build_engine(
     decoder = read_config(raw)
     choices = _choose(config, raw, decoder)
     ledger = Ledger()
-    model = _load_model(files, config, decoder, choices, ledger, on_weight)
-    # pages of another dtype, kernel set or page size hold other bits: they must not share a name
-    name = f"{config.model_id}/{choices.dtype}/{choices.kernels.name}/{config.page_tokens}"
-    layout = kv_layout(decoder, config.page_tokens, choices.dtype, name)
+    model, note = _load_model(files, config, decoder, choices, ledger, on_weight)
+    name = _pages_name(config, choices, model)
+    layout = kv_layout(decoder, config.page_tokens, FP8 if choices.kv_fp8 else choices.dtype, name)
     n_pages = choose_pages(
         layout,
         asked_bytes=config.kv_cache_bytes,
@@ -100,7 +105,7 @@ def build_engine(
         n_pages=n_pages,
         eos_ids=generation.eos_ids,
         dtype=str(choices.dtype).removeprefix("torch."),
-        kernels=f"{choices.kernels.name}: {choices.kernels.why}",
+        kernels=f"{choices.kernels.name}: {choices.kernels.why}{note}",
         ledger_bytes=ledger.owners,
     )
     scheduler = Scheduler(_limits(config, choices, n_pages), model_id=name, eos_ids=generation.eos_ids)
@@ -113,14 +118,32 @@ def _choose(config: EngineConfig, raw: Mapping[str, object], decoder: DecoderCon
     chosen = choose_kernels(config.kernels, device, threads, exact=config.deterministic)
     # the native set has threads of its own; between its ops torch does little, and OpenMP barriers on busy cores cost milliseconds
     torch.set_num_threads(threads if chosen.name == "torch-reference" else 1)
+    if config.kv_dtype == "fp8":
+        require_fp8_kv(chosen, decoder)
+    dtype = choose_dtype(config.dtype, raw)
     return _Choices(
         device,
         chosen,
-        choose_dtype(config.dtype, raw),
+        dtype,
         choose_max_model_len(config.max_model_len, decoder.max_positions),
         config.depth or (2 if device.type == "cuda" else 1),
         (0.02 if device.type == "cuda" else 0.2) if config.target_step_s is None else config.target_step_s,
+        choose_fp8(config.quant, raw),
+        config.kv_dtype == "fp8",
+        chosen.blocks if config.quant == "auto" and dtype == torch.bfloat16 else None,
     )
+
+
+def _pages_name(config: EngineConfig, choices: _Choices, model: Decoder) -> str:
+    """What pages are of. Those of other weights, kernels, number formats or sizes hold other bits: they must not share a name."""
+    scales = [layer.attention.kv_scale for layer in model.layers]
+    kv = scales_name([s for s in scales if s is not None]) if choices.kv_fp8 else choices.dtype
+    weights = "fp8" if choices.fp8 else "blocks" if _keeps_blocks(config, choices) else choices.dtype
+    return f"{config.model_id}/{weights}/{choices.dtype}/{choices.kernels.name}/{kv}/{config.page_tokens}"
+
+
+def _keeps_blocks(config: EngineConfig, choices: _Choices) -> bool:
+    return config.model_kind == "gguf" and choices.blocks is not None and not config.dummy_weights
 
 
 def _limits(config: EngineConfig, choices: _Choices, n_pages: int) -> SchedulerConfig:
@@ -176,6 +199,11 @@ def choose_dtype(asked: str, raw: Mapping[str, object]) -> torch.dtype:
     return torch.float32 if stored == "float32" else torch.bfloat16
 
 
+def choose_fp8(asked: str, raw: Mapping[str, object]) -> bool:
+    """Whether the linear weights of layers are FP8 blocks; ``auto``: when the checkpoint's are."""
+    return (checkpoint_quant(raw) if asked == "auto" else asked) == "fp8"
+
+
 def choose_max_model_len(asked: int | None, positions: int) -> int:
     """``asked``, which must not exceed the model's ``positions``; without it the model's, at most 32,768."""
     if asked is None:
@@ -200,15 +228,39 @@ def _load_model(
     choices: _Choices,
     ledger: Ledger,
     on_weight: OnWeight,
-) -> Decoder:
+) -> tuple[Decoder, str]:
+    """The model, ready to run over pages of the chosen format, and what to say about how its weights were stored."""
+
     def count(name: str, n_bytes: int) -> None:
         ledger.add("weights", n_bytes)
         on_weight(name, n_bytes)
 
-    mesh = Mesh()
+    mesh, requantized = Mesh(), list[str]()
+    common = (mesh, choices.kernels, choices.dtype, choices.device, count, choices.fp8)
     if config.dummy_weights:
-        dummy = DummyBuild(NoWeights(), mesh, choices.kernels, choices.dtype, choices.device, count)
-        return Decoder(dummy, decoder, choices.max_model_len)
-    with open_weights(files) as weights:
-        build = Build(weights, mesh, choices.kernels, choices.dtype, choices.device, count)
-        return Decoder(build, decoder, choices.max_model_len)
+        model = Decoder(DummyBuild(NoWeights(), *common), decoder, choices.max_model_len)
+        scales = None
+    else:
+        with open_weights(files) as weights:
+            build = Build(weights, *common, requantized.append, choices.blocks)
+            model = Decoder(build, decoder, choices.max_model_len)
+            scales = stored_scales(weights, decoder, choices.device) if choices.kv_fp8 else None
+    if choices.kv_fp8:
+        model.scale_kv(scales or measured_scales(model, config.page_tokens))
+    note = "; matrices stay in the file's blocks" if _keeps_blocks(config, choices) else ""
+    return model, note + _note(choices, len(requantized))
+
+
+def _note(choices: _Choices, n_requantized: int) -> str:
+    parts = []
+    if choices.fp8:
+        parts.append("FP8 weights")
+    if choices.fp8 and choices.kernels.pack_fp8 is None:
+        parts[-1] += f" dequantized to {choices.dtype} while loading, since this set has no FP8 product"
+    if n_requantized:
+        parts.append(
+            f"{n_requantized} weights quantized anew, since their blocks end inside what is fused or shared"
+        )
+    if choices.kv_fp8:
+        parts.append("FP8 pages")
+    return "".join(f"; {part}" for part in parts)

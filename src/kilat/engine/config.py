@@ -7,6 +7,8 @@ from kilat.base.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16")
 KERNELS = ("auto", "reference", "cpu", "triton")
 DEVICES = ("auto", "cpu", "cuda")
+QUANTS = ("auto", "none", "fp8")
+KV_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,9 @@ class EngineConfig:
     model_path      a Hugging Face directory or a .gguf file; ``model_kind`` is "hf" or "gguf"
     model_id        the name clients use
     dtype           of weights, activations and KV: auto is bfloat16 where the machine computes in it, else float32
+    quant           of the linear weights: auto keeps the FP8 or GGUF blocks of the checkpoint (GGUF's where the kernel set has products with
+                    them), none dequantizes them, fp8 quantizes those of the layers while loading
+    kv_dtype        of the pages: auto is ``dtype``; fp8 halves them, with scales from the checkpoint or measured at start
     max_model_len   tokens of one session, prompt and output; None: what the model allows and memory holds
     max_num_seqs    sessions running at once
     max_step_tokens tokens of one forward pass over all rows
@@ -52,11 +57,15 @@ class EngineConfig:
     device: str = "auto"
     deterministic: bool = False
     dummy_weights: bool = False
+    quant: str = "auto"
+    kv_dtype: str = "auto"
     shared_pool: bool = False
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kernels", self.kernels, KERNELS)
+        _one_of("quant", self.quant, QUANTS)
+        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         _one_of("model_kind", self.model_kind, ("hf", "gguf"))
         _between("max_num_seqs", self.max_num_seqs, 1, 4096)
         _between("page_tokens", self.page_tokens, 1, 1024)
