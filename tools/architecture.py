@@ -41,8 +41,9 @@ ROOMS = {
     "cluster/worker": "base wire policy text kv cluster engine",
     "llm": "base wire load engine text",
     "train": "base wire llm policy/think",
+    "native": "base ops",
     "web": "base wire",
-    "cli": "base wire policy text sim ops quant parallel nn models load engine kv cluster llm train web",
+    "cli": "base wire policy text sim ops quant parallel nn models load engine kv cluster llm train web native",
 }
 # rooms that only decide: no torch, no sockets, no clock, no event loop
 DECIDE = ("policy", "text", "wire", "sim")
