@@ -15,6 +15,7 @@ from kilat.engine.config import EngineConfig
 from kilat.load.files import ModelFiles
 from kilat.ops import kernels
 from tests.cli.whole_model import PARAMETERS, write_model
+from tests.engine import fp8_checkpoint
 
 pytestmark = pytest.mark.cpu
 
@@ -69,6 +70,23 @@ def test_prediction_agrees_with_the_ledger_of_the_built_engine(tmp_path: Path) -
         assert (fit.max_model_len, fit.dtype) == (engine.info.max_model_len, engine.info.dtype)
     finally:
         engine.close()
+
+
+def test_prediction_knows_fp8_weights_and_pages(tmp_path: Path) -> None:
+    files = ModelFiles("hf", fp8_checkpoint.write(tmp_path / "m", fp8=True), "tiny")
+    base = {"kernels": "reference", "threads": 1, "kv_cache_bytes": 1 << 20, "max_num_seqs": 4}
+    for options in ({}, {"quant": "none"}, {"kv_dtype": "fp8"}):
+        config = EngineConfig(str(files.path), "hf", "tiny", **{**base, **options})  # type: ignore[arg-type]
+        fit = predict(files, config, kernels.reference(), GOOD)
+        engine = build_engine(config)
+        try:
+            built = engine.info.ledger_bytes
+            assert (fit.ledger_bytes["weights"], fit.ledger_bytes["pages"]) == (
+                built["weights"],
+                built["pages"],
+            )
+        finally:
+            engine.close()
 
 
 def fit_of(weights: int, pages: int, dtype: str = "bfloat16") -> Fit:

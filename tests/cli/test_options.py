@@ -70,7 +70,7 @@ def test_slo_reads_limits_and_refuses_unknown_names() -> None:
 def test_engine_flags_reach_the_engine_under_its_own_names() -> None:
     args = build_parser().parse_args(
         "serve m --dtype float32 --max-model-len 4K --max-num-batched-tokens 512 --no-enable-prefix-caching "
-        "--block-size 32 "
+        "--block-size 32 --quant fp8 --kv-cache-dtype fp8 "
         "--kv-cache-memory-bytes 1GiB --seed 7".split()
     )
     assert options.engine_options(args) == {
@@ -79,6 +79,8 @@ def test_engine_flags_reach_the_engine_under_its_own_names() -> None:
         "max_step_tokens": 512,
         "prefix_cache": False,
         "page_tokens": 32,
+        "quant": "fp8",
+        "kv_dtype": "fp8",
         "kv_cache_bytes": 1 << 30,
         "seed": 7,
     }
@@ -104,6 +106,7 @@ def test_engine_flags_survive_the_way_to_a_child_process() -> None:
         ("serve m --port 70000", "--port: got 70000, allowed 0 to 65535"),
         ("serve m --port http", "--port: got 'http', want a whole number"),
         ("serve m --dtype fp4", "--dtype: invalid choice: 'fp4'"),
+        ("serve m --quant int4", "--quant: invalid choice: 'int4'"),
         ("serve m --max-num-seqs 0", "--max-num-seqs: got 0, allowed 1"),
         ("serve m --drain-timeout nan", "--drain-timeout: got nan, allowed 0"),
         ("serve m --api-key-file /nowhere", "--api-key-file: got '/nowhere', which is not a file"),
