@@ -30,6 +30,7 @@ from kilat.sim.worker import WorkerShape
 from kilat.wire.sampling import SamplingParams
 from kilat.wire.session import SessionRecord
 from tests.sim.gateway import Gateway, Stream
+from tests.sim.mover import make_mover, virtual_time
 
 START_S = 1.0
 COST = StepCost(base_s=0.010, prompt_token_s=0.0001, row_s=0.0002)
@@ -93,12 +94,13 @@ def run(
 ) -> dict[str, Any]:
     router = RouterConfig(dead_after_s=60.0, move_s=0.001, page_move_s=0.0008)
     control = Gateway(router=router, scaler=scaler, window_s=WINDOW_S)
-    cluster = Cluster(control, shape(tpot_slo_s), weights, Faults(), random.Random(0))
+    cluster = Cluster(control, shape(tpot_slo_s), weights, Faults(), random.Random(0), make_mover)
     for i, a in enumerate(arrivals):
         params = SamplingParams(seed=0, max_tokens=a.n_output, ignore_eos=True)
         cluster.request(a.at_s, SessionRecord(f"ses-{i}", [i % 97] * a.n_prompt, params))
     begin = time.process_time()
-    cluster.agenda.run(arrivals[-1].at_s + 120.0, max_calls=50_000_000)
+    with virtual_time(cluster.agenda):
+        cluster.agenda.run(arrivals[-1].at_s + 120.0, max_calls=50_000_000)
     assert not cluster.refused and not control.leftovers(), (cluster.refused, control.leftovers())
     streams = [control.readers[f"ses-{i}"].streams[0] for i in range(len(arrivals))]
     assert all(s.error is None for s in streams)

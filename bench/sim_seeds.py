@@ -16,7 +16,8 @@ from pathlib import Path
 
 from kilat.cli.report import Subject, envelope, print_table, write_json
 from kilat.sim.faults import Fault, Faults, Weather
-from tests.sim.runs import START_S, cluster
+from tests.sim.mover import virtual_time
+from tests.sim.runs import START_S, cluster, settle
 
 GOAL_S = 300.0
 GOAL_SEEDS = 10_000
@@ -35,7 +36,7 @@ class Tally:
         self.counts["runs"] += 1
         try:
             c, at_s = cluster(seed, faults)
-            broken = c.settle(at_s + 2.0)
+            broken = settle(c, at_s)
         except Exception:
             broken = [traceback.format_exc(limit=-3)]
         else:
@@ -52,7 +53,8 @@ class Tally:
     def run_edges(self, seed: int) -> None:
         """A fault at each edge of each worker."""
         c, at_s = cluster(seed, Faults())
-        c.agenda.run(max(at_s, START_S) + 0.5)
+        with virtual_time(c.agenda):
+            c.agenda.run(max(at_s, START_S) + 0.5)
         for name, worker in c.workers.items():
             for edge in range(worker.edges):
                 for freeze_s in FREEZES_S:

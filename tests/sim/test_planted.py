@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from kilat.cluster.gateway.sessions import Slot
-from kilat.policy.cache.pins import Pins
+from kilat.cluster.worker.arrivals import Arrivals
+from kilat.cluster.worker.offers import Offers
 from kilat.policy.route.index import PrefixIndex
 from kilat.policy.sched.scheduler import Scheduler
-from kilat.sim.mover import Mover
-from kilat.sim.worker import SimWorker
+from tests.sim.mover import SimTransport
 from tests.sim.runs import broken
 
 pytestmark = pytest.mark.logic
@@ -20,12 +20,26 @@ SEEDS = range(3000, 3150)
 
 def release_nothing(monkeypatch):
     """Pages that were offered stay pinned for ever."""
-    monkeypatch.setattr(Mover, "release", lambda self, move_ids: None)
+    monkeypatch.setattr(Offers, "_take_back", lambda self, move: None)
 
 
 def forget_reads(monkeypatch):
-    """A read that nobody wants any more leaves its pages reserved."""
-    monkeypatch.setattr(Mover, "_give_back", lambda self, read: self.reads.remove(read))
+    """A session that will not come after all leaves the pages reserved that were read for it."""
+    monkeypatch.setattr(Arrivals, "_drop", lambda self, arrival: self._coming.pop(arrival.session_id))
+
+
+def free_while_written(monkeypatch):
+    """Pages of a read that nobody wants any more are given back while the transport may still write them."""
+    drop = Arrivals._drop
+
+    def dropped(self, arrival):
+        for part in arrival.parts:
+            if part.ticket is not None:
+                self._engine.unpin(part.pages)
+                part.pages = []
+        drop(self, arrival)
+
+    monkeypatch.setattr(Arrivals, "_drop", dropped)
 
 
 def never_raise_epochs(monkeypatch):
@@ -54,29 +68,25 @@ def forget_seeds(monkeypatch):
 
 
 def unpin_too_early(monkeypatch):
-    """Pages are given back when they are offered, and read all the same."""
-    offer = Mover._offer
+    """Pages go back to the pool while their offer is still open."""
+    offer = Offers._offer
 
-    def offered(self, session_id, epoch, pages, n_from, n_tokens, record=None):
-        self.host.scheduler.unpin(pages)
-        offer(self, session_id, epoch, pages, n_from, n_tokens, record)
-        self.host.scheduler.reserve(len(pages))  # somebody else has them now
-        for page in pages:
-            self.host.runner.pages[page] = [1] * self.host.page_tokens
+    def offered(self, move_id, epoch, pages, span, names):
+        self._engine.unpin(pages)
+        return offer(self, move_id, epoch, pages, span, names)
 
-    monkeypatch.setattr(Mover, "_offer", offered)
-    monkeypatch.setattr(Pins, "unpin", lambda self, pages: None)
+    monkeypatch.setattr(Offers, "_offer", offered)
+    monkeypatch.setattr(Offers, "_take_back", lambda self, move: self._board.shut(move.move_id))
 
 
 def read_other_pages(monkeypatch):
-    """A read takes the pages from the start of the offer, whichever it was asked for, into the wrong order."""
-    read = SimWorker.read
+    """A read brings the right pages in the wrong order."""
+    read = SimTransport.read
 
-    def turned(self, r):
-        r.take.reverse()
-        read(self, r)
+    def turned(self, offer, take, into, deadline_s):
+        return read(self, offer, list(reversed(take)), into, deadline_s)
 
-    monkeypatch.setattr(SimWorker, "read", turned)
+    monkeypatch.setattr(SimTransport, "read", turned)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +94,7 @@ def read_other_pages(monkeypatch):
     [
         release_nothing,
         forget_reads,
+        free_while_written,
         never_raise_epochs,
         believe_through_gaps,
         forget_seeds,

@@ -6,7 +6,8 @@ More of them: ``python -m bench.sim_seeds``.
 import pytest
 
 from kilat.sim.faults import Fault, Faults, Weather
-from tests.sim.runs import broken, cluster
+from tests.sim.mover import virtual_time
+from tests.sim.runs import broken, cluster, settle
 
 pytestmark = pytest.mark.logic
 
@@ -22,7 +23,7 @@ def test_without_faults_every_request_that_is_not_cancelled_gets_all_its_tokens(
     n_whole = 0
     for seed in range(1000, 1030):
         c, at_s = cluster(seed, Faults())
-        assert not c.settle(at_s + 2.0)
+        assert not settle(c, at_s)
         full = ("are waiting, limit", "not ready yet")  # a short queue refuses, which is no fault
         errors = [e.error for _, e in c.control.ends() if e.error is not None]
         assert not [e for e in errors if not any(text in e.message for text in full)]
@@ -35,7 +36,7 @@ def test_runs_cover_what_they_are_for():
     seen: dict[str, float] = {}
     for seed in range(2000, 2060):
         c, at_s = cluster(seed)
-        c.settle(at_s + 2.0)
+        settle(c, at_s)
         for name, n in c.control.dispatcher.counts.items():
             seen[name] = seen.get(name, 0) + n
         seen["restarts"] = seen.get("restarts", 0) + c.n_restarts
@@ -48,7 +49,7 @@ def test_runs_cover_what_they_are_for():
 def test_a_seed_gives_the_same_run_again():
     def trace(seed: int) -> list[object]:
         c, at_s = cluster(seed)
-        c.settle(at_s + 2.0)
+        settle(c, at_s)
         return [c.control.ends(), c.n_restarts, {n: w.edges for n, w in c.workers.items()}]
 
     assert [repr(trace(seed)) for seed in range(5)] == [repr(trace(seed)) for seed in range(5)]
@@ -57,7 +58,8 @@ def test_a_seed_gives_the_same_run_again():
 def edges_of(seed: int) -> dict[str, int]:
     """How many edges each worker of a calm run has while there is traffic."""
     c, at_s = cluster(seed, Faults())
-    c.agenda.run(at_s + 0.4)
+    with virtual_time(c.agenda):
+        c.agenda.run(at_s + 0.4)
     return {name: w.edges for name, w in c.workers.items()}
 
 

@@ -1,7 +1,7 @@
 """Cluster: workers, the wires to the gateway's dispatcher, faults, and what must hold when all is over."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from kilat.base.ids import branch_id
 from kilat.sim.agenda import Agenda
 from kilat.sim.faults import Faults
 from kilat.sim.model import expected
-from kilat.sim.worker import SimWorker, WorkerShape
+from kilat.sim.worker import PageMover, SimWorker, WorkerShape
 from kilat.wire import messages as wire
 from kilat.wire.codec import decode_from_worker, decode_to_worker, encode
 from kilat.wire.session import SessionRecord
@@ -85,7 +85,8 @@ class Control(Protocol):
 
 
 class Cluster:
-    """``weights``: role shares by the name of a worker; ``workers`` are those that live, by name. Everything random comes from ``rng``."""
+    """``weights``: role shares by the name of a worker; ``workers`` are those that live, by name. Everything random comes from ``rng``.
+    ``make_mover`` gives each worker its mover."""
 
     def __init__(
         self,
@@ -94,7 +95,9 @@ class Cluster:
         weights: dict[str, Weights],
         faults: Faults,
         rng: random.Random,
+        make_mover: Callable[[SimWorker], PageMover],
     ) -> None:
+        self.make_mover = make_mover
         self.agenda = Agenda()
         self.control = control
         self.shape = shape
@@ -127,6 +130,7 @@ class Cluster:
             self.agenda,
             self._from_worker,
             self._find,
+            self.make_mover,
             self.faults.by_worker.get(name) if life == 0 else None,
         )
         worker.on_crash = lambda w: self._ended(name, w)
@@ -292,7 +296,7 @@ class Cluster:
         for gauge in (metrics.PAGES_USED, metrics.PAGES_PINNED, metrics.SESSIONS_WAITING):
             if gauges[gauge]:
                 self.broken.append(f"{name}: {gauge} is {gauges[gauge]:.0f} when all is over")
-        if worker.scheduler.has_work or not worker.mover.is_idle:
+        if worker.scheduler.has_work or worker.mover.is_busy:
             self.broken.append(f"{name}: still at work when all is over")
         if self.control.held_pages(worker.worker_id) != set(worker.scheduler.page_names()):
             self.broken.append(f"{name}: the index has not converged")

@@ -1,19 +1,22 @@
-"""SimWorker: one worker process in virtual time. The scheduler is the real one; model, wires and pages' content are not."""
+"""SimWorker: one worker process in virtual time. Scheduler and mover are the real ones; model, wires and pages' content are not."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from kilat.base import metrics
+from kilat.base.errors import CapacityError, KilatError
 from kilat.policy.sched.config import SchedulerConfig
+from kilat.policy.sched.moves import Arrived
 from kilat.policy.sched.plan import StepPlan
 from kilat.policy.sched.scheduler import Scheduler
 from kilat.sim.agenda import Agenda
 from kilat.sim.faults import Fault
 from kilat.sim.model import EOS, VOCAB, Runner, StepCost
-from kilat.sim.mover import Mover, Read
 from kilat.wire import messages as wire
 from kilat.wire.kv import Endpoint, KvLayout
+from kilat.wire.session import SessionRecord
 
 STATUS_EVERY_S = 0.5
 MODEL_ID = "sim"
@@ -36,8 +39,49 @@ class WorkerShape:
     content: bool = True
 
 
+class PageMover(Protocol):
+    """What a worker does about pages and sessions that come and go, between steps (``cluster.worker.mover.Mover``)."""
+
+    @property
+    def endpoints(self) -> list[Endpoint]: ...
+
+    @property
+    def layout(self) -> KvLayout | None: ...
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def submit(self, message: wire.Submit) -> None: ...
+
+    def handle(self, message: wire.ToWorker) -> None: ...
+
+    def abort(self, session_ids: Iterable[str]) -> list[wire.SessionEvent]: ...
+
+    def poll(self) -> None: ...
+
+    def after_step(self) -> None: ...
+
+
+class SimEngine:
+    """A scheduler as an engine shows it: without the time as an argument. Everything else is the scheduler's own."""
+
+    def __init__(self, scheduler: Scheduler, agenda: Agenda) -> None:
+        self._scheduler = scheduler
+        self._agenda = agenda
+
+    def submit(self, record: SessionRecord, arrived: Arrived | None, *, hand_over: bool) -> None:
+        self._scheduler.submit(record, self._agenda.now_s, arrived, hand_over=hand_over)
+
+    def abort(self, session_ids: Iterable[str]) -> list[wire.SessionEvent]:
+        return self._scheduler.abort(session_ids, self._agenda.now_s)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
 class SimWorker:
-    """One life of one worker. ``send`` puts a message on the wire to the gateway, ``peer`` finds another live worker by its id.
+    """One life of one worker. ``send`` puts a message on the wire to the gateway, ``peer`` finds another live worker by its id,
+    ``make_mover`` gives it its mover.
 
     ``seconds``: time spent in steps. ``edges``: how many edges there have been.
     """
@@ -49,6 +93,7 @@ class SimWorker:
         agenda: Agenda,
         send: Callable[["SimWorker", wire.FromWorker], None],
         peer: Callable[[str], "SimWorker | None"],
+        make_mover: Callable[["SimWorker"], PageMover],
         fault: Fault | None = None,
     ) -> None:
         self.worker_id = worker_id
@@ -57,7 +102,7 @@ class SimWorker:
         self.agenda = agenda
         self.scheduler = Scheduler(shape.scheduler, model_id=MODEL_ID, eos_ids=[EOS])
         self.runner = Runner(shape.scheduler.n_pages, self.page_tokens, content=shape.content)
-        self.mover = Mover(self)
+        self.engine = SimEngine(self.scheduler, agenda)
         self.fault = fault
         self.alive = True
         self.frozen_until_s = 0.0
@@ -65,13 +110,13 @@ class SimWorker:
         self.edges = 0
         self.on_freeze: Callable[[SimWorker, float], None] = lambda worker, seconds: None
         self.on_crash: Callable[[SimWorker], None] = lambda worker: None
+        self.peer = peer
         self._send = send
-        self._peer = peer
         self._inbox: deque[wire.ToWorker] = deque()
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self._n_steps = 0
-        self._n_changes = 0
-        self._changes = self.scheduler.watch_pages()
+        self._last_change = -1
+        self.mover = make_mover(self)
         self._begin(self._hello)
 
     # -- life -------------------------------------------------------------------------------------------------------------------------
@@ -113,16 +158,19 @@ class SimWorker:
             self.alive = False
             self.on_crash(self)
 
-    def now_s(self) -> float:
-        return self.agenda.now_s
-
     def send(self, message: wire.FromWorker) -> None:
+        """Put a message on the wire; the process may end or stand still before it does."""
+        if isinstance(message, wire.PagesChanged):
+            self._last_change = message.seq
         self._edge()
         self._send(self, message)
 
+    def send_events(self, events: list[wire.SessionEvent]) -> None:
+        if events:
+            self.send(wire.StepEvents(self._n_steps, events))
+
     def _hello(self) -> None:
         config = self.shape.scheduler
-        layout = KvLayout(1, self.page_tokens, 1, 1, "int32", 4 * self.page_tokens, MODEL_ID)
         self.send(
             wire.Hello(
                 worker_id=self.worker_id,
@@ -134,8 +182,8 @@ class SimWorker:
                 n_pages=config.n_pages,
                 eos_ids=[EOS],
                 kernels="none",
-                layout=layout,
-                endpoints=[Endpoint("sim", self.worker_id.encode())],
+                layout=self.mover.layout,
+                endpoints=self.mover.endpoints,
             )
         )
         self._status()
@@ -146,12 +194,10 @@ class SimWorker:
             metrics.STEP_SECONDS: self.seconds,
             metrics.STEPS: float(self._n_steps),
         }
-        busy = self.scheduler.has_work or not self.mover.is_idle
-        gauges = {**self.scheduler.gauges(), PAGES_SEQ: float(self._n_changes - 1)}
+        busy = self.scheduler.has_work or self.mover.is_busy
+        gauges = {**self.scheduler.gauges(), PAGES_SEQ: float(self._last_change)}
         self.send(wire.Status(self._n_steps, busy, False, counters, gauges))
-        self.mover.tick()
-        if not self._in_flight:
-            self._turn()  # pages that came back may be what waiting sessions need
+        self.wake()
         self._begin(self._status, STATUS_EVERY_S)
 
     # -- messages ---------------------------------------------------------------------------------------------------------------------
@@ -159,6 +205,10 @@ class SimWorker:
     def deliver(self, message: wire.ToWorker) -> None:
         """A message is there; it is handled between steps."""
         self._inbox.append(message)
+        self.wake()
+
+    def wake(self) -> None:
+        """Something may have changed: look again, unless a step is running, after which it will."""
         if not self._in_flight:
             self._begin(self._turn)
 
@@ -166,8 +216,8 @@ class SimWorker:
         """What the loop of the process does between two steps."""
         while self._inbox:
             self._handle(self._inbox.popleft())
+        self.mover.poll()
         self.mover.after_step()
-        self._tell_pages()
         while len(self._in_flight) < self.shape.scheduler.depth:
             plan = self.scheduler.plan(self.agenda.now_s)
             if plan is None:
@@ -183,58 +233,26 @@ class SimWorker:
         result = self.runner.run(plan)
         events = self.scheduler.commit(plan, result, self.agenda.now_s)
         self._n_steps += 1
-        if events:
-            self.send(wire.StepEvents(plan.step, events))
+        self.send_events(events)
+        self.mover.after_step()
         self._turn()
 
     def _handle(self, message: wire.ToWorker) -> None:
         if isinstance(message, wire.Submit):
             self.mover.submit(message)
         elif isinstance(message, wire.Abort):
-            self.mover.abort(message)
-            events = self.scheduler.abort(message.session_ids, self.agenda.now_s)
-            if events:
-                self.send(wire.StepEvents(self._n_steps, events))
-        elif isinstance(message, wire.Fetch):
-            self.mover.fetch(message)
-        elif isinstance(message, wire.Adopt):
-            self.mover.adopt(message)
-        elif isinstance(message, wire.Export):
-            self.mover.export(message.session_ids)
-        elif isinstance(message, wire.Lend):
-            self.mover.lend(message)
-        elif isinstance(message, wire.Release):
-            self.mover.release(message.move_ids)
-        elif isinstance(message, wire.Resync):
-            self._changes.take()
-            self._send_pages(wire.PagesChanged(0, self.scheduler.page_names(), [], whole=True))
+            self.send_events(self.mover.abort(message.session_ids) + self.engine.abort(message.session_ids))
+        else:
+            self.mover.handle(message)
 
-    def _tell_pages(self) -> None:
-        if self._changes:
-            stored, dropped = self._changes.take()
-            self._send_pages(wire.PagesChanged(0, stored, dropped))
-
-    def _send_pages(self, change: wire.PagesChanged) -> None:
-        numbered = wire.PagesChanged(self._n_changes, change.stored, change.dropped, change.whole)
-        self._n_changes += 1
-        self.send(numbered)
-
-    # -- pages ------------------------------------------------------------------------------------------------------------------------
-
-    def read(self, read: Read) -> None:
-        """Copy pages of a peer. It goes on while this process does other things, and even while it stands still."""
-        seconds = len(read.take) * self.shape.page_move_s
-        self.agenda.after(seconds, lambda: self._copied(read))
-
-    def _copied(self, read: Read) -> None:
-        owner = self._peer(read.offer.owner)
-        ok = owner is not None and read.offer.move_id in owner.mover.offers
-        if ok and owner is not None and self.runner.pages is not None and owner.runner.pages is not None:
-            for i, page in zip(read.take, read.pages):
-                self.runner.pages[page] = list(owner.runner.pages[read.offer.pages[i]])
-        self._begin(lambda: self._read_done(read, ok))
-
-    def _read_done(self, read: Read, ok: bool) -> None:
-        self.mover.on_read(read, ok, "" if ok else "the owner has taken its pages back")
-        if not self._in_flight:
-            self._turn()
+    def take(self, record: SessionRecord, arrived: Arrived | None, hand_over: bool) -> bool:
+        """Give a session to the scheduler; False when it was refused, which the gateway is told."""
+        try:
+            self.engine.submit(record, arrived, hand_over=hand_over)
+        except KilatError as e:
+            after_s = e.retry_after_s if isinstance(e, CapacityError) else 1.0
+            self.send(
+                wire.Refused(record.session_id, e.message, e.code, e.status, e.retryable, e.param, after_s)
+            )
+            return False
+        return True

@@ -102,6 +102,13 @@ def test_a_lost_last_message_is_found_by_the_number_in_the_status():
     assert index.holders(a) == {"w1": 1}
 
 
+def test_a_worker_that_has_said_nothing_is_asked():
+    index = PrefixIndex()
+    assert not index.confirm("w1", -1)
+    told(index, "w1", PagesChanged(0, chain("a", 2), [], whole=True))
+    assert index.confirm("w1", 0)
+
+
 def test_doubled_and_late_messages_change_nothing():
     index = PrefixIndex()
     a = chain("a", 3)

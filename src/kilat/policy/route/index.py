@@ -64,8 +64,10 @@ class PrefixIndex:
         return self._in_step(worker_id, worker)
 
     def confirm(self, worker_id: str, seq: int) -> bool:
-        """A worker says that ``seq`` is the number of its last message; False when ``Resync`` should be sent to it now. This finds a lost
-        message that no other follows."""
+        """A worker says that ``seq`` is the number of its last message, -1 for none yet; False when ``Resync`` should be sent to it now.
+        This finds a lost message that no other follows."""
+        if seq < 0:
+            return False
         worker = self._find(worker_id)
         worker.seen = max(worker.seen, seq)
         if worker.asked is not None:
