@@ -244,7 +244,7 @@ def _load_model(
         with open_weights(files) as weights:
             build = Build(weights, *common, requantized.append, choices.blocks)
             model = Decoder(build, decoder, choices.max_model_len)
-            scales = stored_scales(weights, decoder, choices.device) if choices.kv_fp8 else None
+            scales = stored_scales(weights, decoder, mesh, choices.device) if choices.kv_fp8 else None
     if choices.kv_fp8:
         model.scale_kv(scales or measured_scales(model, config.page_tokens))
     note = "; matrices stay in the file's blocks" if _keeps_blocks(config, choices) else ""

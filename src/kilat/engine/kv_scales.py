@@ -14,6 +14,7 @@ from kilat.ops.fp8_linear import FP8_MAX
 from kilat.ops.kernels import Kernels
 from kilat.ops.rope_write import KvScale
 from kilat.ops.sample import uniforms
+from kilat.parallel.mesh import Mesh
 
 MEASURED_TOKENS = 256
 HEADROOM = 4.0
@@ -34,10 +35,15 @@ def require_fp8_kv(kernels: Kernels, decoder: DecoderConfig) -> None:
         )
 
 
-def stored_scales(weights: Weights, decoder: DecoderConfig, device: torch.device) -> list[KvScale] | None:
-    """Scales that a checkpoint brings for all layers, one a tensor or one a head; None when it has none. Raises ModelFileError."""
+def stored_scales(
+    weights: Weights, decoder: DecoderConfig, mesh: Mesh, device: torch.device
+) -> list[KvScale] | None:
+    """Scales that a checkpoint brings for all layers, one a tensor or one a head, of this rank's heads; None when it has none.
+
+    Raises ModelFileError for some of them or numbers that cannot be.
+    """
     sides = [
-        _stored(weights, f"model.layers.{i}.self_attn", side, a.n_kv, device)
+        _stored(weights, f"model.layers.{i}.self_attn", side, a.n_kv)
         for i, a in enumerate(decoder.attention)
         for side in "kv"
     ]
@@ -46,10 +52,12 @@ def stored_scales(weights: Weights, decoder: DecoderConfig, device: torch.device
         raise ModelFileError(
             f"the checkpoint has {len(found)} of {len(sides)} scales, of K and V of every layer: use kv_dtype auto"
         )
-    return [KvScale(k, v) for k, v in zip(found[::2], found[1::2])] or None
+    heads = mesh.slice(decoder.attention[0].n_kv, "key/value heads")
+    mine = [s[heads].contiguous().to(device) for s in found]
+    return [KvScale(k, v) for k, v in zip(mine[::2], mine[1::2])] or None
 
 
-def _stored(weights: Weights, prefix: str, side: str, n_kv: int, device: torch.device) -> torch.Tensor | None:
+def _stored(weights: Weights, prefix: str, side: str, n_kv: int) -> torch.Tensor | None:
     names = (f"{prefix}.{side}_scale", f"{prefix}.{side}_proj.{side}_scale")
     name = next((n for n in names if n in weights.shapes()), None)
     if name is None:
@@ -59,7 +67,7 @@ def _stored(weights: Weights, prefix: str, side: str, n_kv: int, device: torch.d
         raise ModelFileError(
             f"tensor {name} holds {scale.tolist()[:8]}, expected 1 or {n_kv} finite numbers above 0"
         )
-    return scale.expand(n_kv).contiguous().to(device)
+    return scale.expand(n_kv)
 
 
 @torch.inference_mode()
@@ -70,8 +78,8 @@ def measured_scales(model: Decoder, page_tokens: int) -> list[KvScale]:
     model gives numbers that are not finite.
     """
     c, device = model.config, model.embedding.device
-    n, a = min(MEASURED_TOKENS, model.cos_sin.shape[0]), model.config.attention[0]
-    shape = (-(-n // page_tokens), len(c.attention), 2, page_tokens, a.n_kv, a.head_dim)
+    n, heads = min(MEASURED_TOKENS, model.cos_sin.shape[0]), model.layers[0].attention.heads
+    shape = (-(-n // page_tokens), len(c.attention), 2, page_tokens, heads.n_kv, heads.dim)
     kv = torch.zeros(shape, dtype=model.embedding.dtype, device=device)
     model(_one_row(n, c.vocab_size, page_tokens, device), kv)
     top = kv.float().abs().amax(dim=(0, 3, 5)).cpu()  # [layers, 2, Hkv]
