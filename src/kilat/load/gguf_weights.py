@@ -14,7 +14,7 @@ from kilat.base.gguf_header import GGML_TYPES, TensorInfo
 from kilat.load.gguf_config import config_of
 from kilat.load.gguf_names import hf_name, rotary_heads
 from kilat.quant.fp8_blocks import Fp8Weight
-from kilat.quant.gguf_blocks import dequantize_into, require_supported
+from kilat.quant.gguf_blocks import BlockWeight, dequantize_into, require_supported
 
 _READ_BYTES: Final = 4 << 20
 
@@ -56,19 +56,37 @@ class GgufWeights:
         return self._shapes
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        info = self._infos.get(name)
-        if info is None:
-            raise ModelFileError(f"{self.file_name} has no tensor for {name}")
+        info = self._info(name)
         flat = torch.empty(info.n_bytes // _block_bytes(info) * _block_items(info), dtype=dtype)
         self._read_into(flat, info)
-        heads = self._heads[name]
-        if heads:
-            half = info.shape[0] // heads // 2
-            flat = flat.view(heads, half, 2, -1).transpose(1, 2).contiguous()
-        return flat.view(info.shape)
+        return self._in_order(flat, name).view(info.shape)
 
     def get_fp8(self, name: str) -> Fp8Weight | None:
         return None
+
+    def get_blocks(self, name: str) -> BlockWeight | None:
+        info = self._info(name)
+        if len(info.shape) != 2 or _block_items(info) == 1:
+            return None
+        data = torch.empty(info.n_bytes, dtype=torch.uint8)
+        begin, what = self.data_offset + info.offset, f"{self.file_name}: tensor {info.name!r}"
+        _read_exactly(self._file.fileno(), data.numpy().data, begin, what)
+        n_out, n_in = info.shape
+        return BlockWeight(self._in_order(data, name).view(n_out, -1), info.ggml_type, (n_out, n_in))
+
+    def _info(self, name: str) -> TensorInfo:
+        info = self._infos.get(name)
+        if info is None:
+            raise ModelFileError(f"{self.file_name} has no tensor for {name}")
+        return info
+
+    def _in_order(self, flat: Tensor, name: str) -> Tensor:
+        """Rows of values or of blocks as the models want them: the file has the two halves of a head that rotates interleaved."""
+        heads = self._heads[name]
+        if not heads:
+            return flat
+        half = self._infos[name].shape[0] // heads // 2
+        return flat.view(heads, half, 2, -1).transpose(1, 2).contiguous()
 
     def _read_into(self, flat: Tensor, info: TensorInfo) -> None:
         n_blocks = info.n_bytes // _block_bytes(info)

@@ -13,6 +13,7 @@ from kilat.base.errors import ModelFileError
 from kilat.load.files import read_json
 from kilat.load.safetensors_header import Entry, read_header
 from kilat.quant.fp8_blocks import BLOCK, SCALE_SUFFIX, Fp8Weight, dequantize
+from kilat.quant.gguf_blocks import BlockWeight
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -70,6 +71,9 @@ class SafetensorsWeights:
             )
         scales = self._read(name + SCALE_SUFFIX).to(torch.float32, copy=True)
         return Fp8Weight(self._read(name).clone(memory_format=torch.contiguous_format), scales)
+
+    def get_blocks(self, name: str) -> BlockWeight | None:
+        return None
 
     def _entry(self, name: str) -> Entry:
         entry = self._entries.get(name)

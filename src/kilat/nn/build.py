@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kilat.base.errors import ModelFileError
 from kilat.ops.fp8_linear import BLOCK, FP8, Fp8Weight, dequantize
-from kilat.ops.kernels import Kernels
-from kilat.ops.linear import LinearWeight
+from kilat.ops.kernels import BlockOps, Kernels
+from kilat.ops.linear import BlockWeight, LinearWeight
 from kilat.parallel.mesh import Mesh
 
 DUMMY_SIZE = 0.02
@@ -26,13 +26,16 @@ class WeightSource(Protocol):
 
     def get_fp8(self, name: str) -> Fp8Weight | None: ...
 
+    def get_blocks(self, name: str) -> BlockWeight | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Build:
     """Passed down while a model is constructed. ``on_weight`` hears the bytes of every tensor as it is kept (progress, ledger).
 
     ``fp8``: the linear weights of layers are FP8 blocks, as stored or quantized here. ``on_requantized`` hears the names of those whose
-    stored blocks do not fit the shares or the fusion of this build.
+    stored blocks do not fit the shares or the fusion of this build. ``blocks``: the kernel set's products with GGUF's blocks, for matrices
+    that are stored in them to stay so; None: all are dequantized.
     """
 
     weights: WeightSource
@@ -43,6 +46,7 @@ class Build:
     on_weight: Callable[[str, int], None]
     fp8: bool = False
     on_requantized: Callable[[str], None] = lambda name: None
+    blocks: BlockOps | None = None
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor called ``name`` in the build's dtype and device; raises ModelFileError when it is missing or has another shape."""
@@ -62,6 +66,14 @@ class Build:
         if stored is None:
             return self.weights.get(name, self.dtype).to(self.device)
         return Fp8Weight(stored.data.to(self.device), stored.scale.to(self.device))
+
+    def read_blocks(self, name: str, shape: tuple[int, int]) -> BlockWeight | None:
+        """A matrix in the blocks it is stored in; None when it has none or this build has no product with them."""
+        if self.blocks is None:
+            return None
+        self._check(name, shape)
+        w = self.weights.get_blocks(name)
+        return w if w is not None and w.ggml_type in self.blocks.types else None
 
     def pack_fp8(self, w: Fp8Weight, bias: Tensor | None) -> LinearWeight:
         """``w`` for the kernel set; dequantized if that has no FP8 product."""
@@ -87,6 +99,9 @@ class NoWeights:
         raise ModelFileError(f"there is no tensor {name}: this build has no checkpoint")
 
     def get_fp8(self, name: str) -> Fp8Weight | None:
+        return None
+
+    def get_blocks(self, name: str) -> BlockWeight | None:
         return None
 
 

@@ -1,16 +1,19 @@
 """Linear layers: column-parallel (outputs divided over the mesh) and row-parallel (inputs divided, results summed).
 
 FP8 weights keep the blocks of the whole tensor in every share and under every fusion, where the edges are multiples of 128; elsewhere what
-is fused or cut is quantized after it.
+is fused or cut is quantized after it. GGUF's blocks stay as they are where every part has them and no block would be cut.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kilat.nn.build import Build
 from kilat.ops.fp8_linear import Fp8Weight, dequantize, quantize_weight
-from kilat.ops.linear import LinearWeight
+from kilat.ops.linear import BlockWeight, LinearWeight
 from kilat.quant.fp8_blocks import cut_columns, keeps_blocks, stack_rows
+from kilat.quant.gguf_blocks import cut_columns as cut_block_columns
 
 
 def column_parallel(build: Build, parts: list[tuple[str, int]], n_in: int, *, bias: bool) -> LinearWeight:
@@ -21,6 +24,12 @@ def column_parallel(build: Build, parts: list[tuple[str, int]], n_in: int, *, bi
     rows = [build.mesh.slice(n_out, f"outputs of {name}") for name, n_out in parts]
     biases = [build.take(f"{n}.bias", (n_out,))[r] for (n, n_out), r in zip(parts, rows)] if bias else None
     b = None if biases is None else torch.cat(biases)
+    blocks = [build.read_blocks(f"{n}.weight", (n_out, n_in)) for n, n_out in parts]
+    shares = [
+        BlockWeight(w.data[r], w.ggml_type, (r.stop - r.start, n_in)) for w, r in zip(blocks, rows) if w
+    ]
+    if len(shares) == len(parts):
+        return pack_blocks(build, f"{parts[0][0]}.weight", shares, b)
     if not build.fp8:
         weights = [build.take(f"{n}.weight", (n_out, n_in))[r] for (n, n_out), r in zip(parts, rows)]
         return build.kernels.pack_linear(torch.cat(weights), b)
@@ -53,6 +62,16 @@ def _pack(build: Build, name: str, w: Fp8Weight, bias: Tensor | None) -> LinearW
     return packed
 
 
+def pack_blocks(
+    build: Build, name: str, parts: Sequence[BlockWeight], bias: Tensor | None = None
+) -> LinearWeight:
+    """Weights that stay in their blocks, one after the other; counted under ``name``. Only where the build keeps blocks."""
+    assert build.blocks is not None
+    packed = build.blocks.pack(parts, bias)
+    build.on_weight(name, packed.n_bytes)
+    return packed
+
+
 class RowParallel:
     """y = all_reduce(x W^T) + b: x [T, K / ranks] -> [T, N]. The bias is added once, by rank 0."""
 
@@ -60,7 +79,11 @@ class RowParallel:
         columns = build.mesh.slice(n_in, f"inputs of {name}")
         b = build.take(f"{name}.bias", (n_out,)) if bias else None
         b = b if build.mesh.tp_rank == 0 else None
-        if build.fp8:
+        blocks = build.read_blocks(f"{name}.weight", (n_out, n_in))
+        kept = cut_block_columns(blocks, columns) if blocks else None
+        if kept is not None:
+            self.weight = pack_blocks(build, f"{name}.weight", [kept], b)
+        elif build.fp8:
             w = build.read_linear(f"{name}.weight", (n_out, n_in))
             if keeps_blocks([columns]):
                 share = cut_columns(_as_fp8(w), columns)
