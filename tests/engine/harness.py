@@ -76,7 +76,7 @@ def make_engine(
     pool = pages.kv
     matcher_of = grammars.ready if grammars else None
     if runner == "device":
-        limits = DeviceLimits(page_tokens, seqs, max_len, scratch_page=n_pages)
+        limits = DeviceLimits(page_tokens, seqs, step_tokens, max_len, scratch_page=n_pages)
         runs = DeviceRunner(model, pool, limits, sampler, matcher_of)
     else:
         runs = HostRunner(model, pool, page_tokens, sampler, matcher_of, depth)

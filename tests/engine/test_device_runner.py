@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kilat.base import metrics
-from kilat.engine.graphs import ROW_BUCKETS
+from kilat.engine.graphs import ROW_BUCKETS, Shape
 from kilat.wire.sampling import Grammar
 from tests.engine.harness import make_engine, record, run, tiny_model
 
@@ -71,7 +71,8 @@ def test_preempted_constrained_and_aborted_sessions_beside_plain_ones(model, dep
 def test_more_sessions_than_the_largest_bucket_decode_together_in_a_buffer_of_their_number(model):
     rows = ROW_BUCKETS[-1] + 8
     engine = make_engine(model, seqs=rows, n_pages=rows + 8, step_tokens=2 * rows, depth=2, runner="device")
-    assert len(engine.runner._buffer.host(rows)["page_table"]) == rows
+    shape = Shape(rows, rows, 1, 64, "greedy")
+    assert len(engine.runner._buffer.host(shape)["page_table"]) == rows
     assert engine.runner._buffer.max_rows == rows
     jobs = [record(f"s{i}", [i % 200], max_tokens=3, ignore_eos=True) for i in range(rows)]
     together = run(engine, jobs)

@@ -91,7 +91,11 @@ def build_engine(
     runner: Runner
     if choices.device.type == "cuda":
         limits = DeviceLimits(
-            config.page_tokens, config.max_num_seqs, choices.max_model_len, scratch_page=n_pages
+            config.page_tokens,
+            config.max_num_seqs,
+            step_tokens(config),
+            choices.max_model_len,
+            scratch_page=n_pages,
         )
         runner = DeviceRunner(model, pages.kv, limits, sampler, matcher_of)
     else:
@@ -152,12 +156,17 @@ def _limits(config: EngineConfig, choices: _Choices, n_pages: int) -> SchedulerC
         page_tokens=config.page_tokens,
         max_model_len=choices.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_step_tokens=config.max_step_tokens or max(DEFAULT_STEP_TOKENS, config.max_num_seqs),
+        max_step_tokens=step_tokens(config),
         max_waiting=config.max_waiting,
         prefix_cache=config.prefix_cache,
         depth=choices.depth,
         target_step_s=choices.target_step_s,
     )
+
+
+def step_tokens(config: EngineConfig) -> int:
+    """Tokens of one forward pass over all rows."""
+    return config.max_step_tokens or max(DEFAULT_STEP_TOKENS, config.max_num_seqs)
 
 
 def choose_device(asked: str) -> torch.device:

@@ -12,7 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kilat.engine.graphs import KV_BUCKETS, ROW_BUCKETS, DecodeBuffer, DecodeGraphs, Shape, bucket
+from kilat.engine.graphs import (
+    KV_BUCKETS,
+    MIXED_ROW_BUCKETS,
+    ROW_BUCKETS,
+    TOKEN_BUCKETS,
+    Shape,
+    Slots,
+    StepBuffer,
+    StepGraphs,
+    bucket,
+)
 from kilat.engine.inputs import host_batch
 from kilat.engine.runner import Flying, MatcherOf, Model, copy_pages
 from kilat.engine.sampler import Sampler
@@ -30,6 +40,7 @@ class DeviceLimits:
 
     page_tokens: int
     max_rows: int
+    max_tokens: int
     max_model_len: int
     scratch_page: int
 
@@ -43,11 +54,11 @@ class Landing:
     def result(self) -> StepResult:
         if self._done is not None:
             self._done.synchronize()
-        drawn = iter(self._ids.tolist())
+        drawn = self._ids.tolist()
         token_ids: list[list[int]] = []
         failed = {}
         for i, row in enumerate(self._rows):
-            token = next(drawn) if row.sample else None
+            token = drawn[i] if row.sample else None
             if token is not None and token < 0:
                 failed[i] = NOT_FINITE
             token_ids.append([] if token is None or token < 0 else [token])
@@ -83,10 +94,13 @@ class DeviceRunner:
         n_slots = 2 * limits.max_rows
         self.last_ids = torch.zeros(n_slots + 1, dtype=torch.int32, device=kv.device)
         self._free = list(range(n_slots))
+        self._no_slot = n_slots
         self._slots: dict[str, int] = {}
         max_pages = -(-limits.max_model_len // limits.page_tokens)
-        self._buffer = DecodeBuffer(limits.max_rows, max_pages, kv.device)
-        self.graphs = DecodeGraphs(self._buffer, limits.page_tokens, self._decode, capture=cuda)
+        self._buffer = StepBuffer(
+            max(limits.max_tokens, limits.max_rows), limits.max_rows, limits.page_tokens, max_pages, kv.device
+        )
+        self.graphs = StepGraphs(self._buffer, self._step, capture=cuda)
         self._out = [torch.zeros(limits.max_rows, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._turn = 0
 
@@ -104,11 +118,12 @@ class DeviceRunner:
                 self._slots[admitted.session_id] = self._free.pop()
         if plan.copies:
             copy_pages(self.kv, plan.copies)
-        easy = all(self.sampler.is_easy(row) for row in plan.rows)
-        if easy and all(row.sample and row.n_tokens == 1 for row in plan.rows):
+        if not all(self.sampler.is_easy(row) for row in plan.rows):
+            flying = self._launch_waited(plan.rows)
+        elif all(row.n_tokens == 1 for row in plan.rows):
             flying = self._launch_decode(plan.rows)
         else:
-            flying = self._launch_mixed(plan.rows, easy)
+            flying = self._launch_mixed(plan.rows)
         self.run_s += time.perf_counter() - begin
         return flying
 
@@ -117,79 +132,101 @@ class DeviceRunner:
             torch.cuda.synchronize()
         self.graphs.close()
 
-    # -- steps in which every row decodes -------------------------------------------------------------------------------------------
+    # -- steps whose ids stay on the device -----------------------------------------------------------------------------------------
 
     def _launch_decode(self, rows: list[Row]) -> Flying:
+        """Every row has one token."""
         n, limits = len(rows), self.limits
         size = bucket(n, ROW_BUCKETS, limits.max_rows)
-        f = self._buffer.host(size)
         start = np.fromiter((r.start for r in rows), np.int32, n)
+        kv_bound = bucket(int(start.max()) + 1, KV_BUCKETS, limits.max_model_len)
+        shape = Shape(size, size, 1, kv_bound, self._mode(rows))
+        f = self._buffer.host(shape)
         f["token_ids"][:n] = [r.token_ids[0] for r in rows]
         f["positions"][:n] = start
         f["kv_len"][:n] = start + 1
-        f["row_slot"][:n] = [self._slots[r.session_id] for r in rows]
+        f["token_slot"][:n] = [self._slots[r.session_id] for r in rows]
         table = f["page_table"]
+        width = table.shape[1]
         for i, r in enumerate(rows):
-            table[i, : len(r.pages)] = r.pages
+            table[i, : len(r.pages)] = r.pages[:width]
         f["slots"][:n] = (
             table[np.arange(n), start // limits.page_tokens] * limits.page_tokens + start % limits.page_tokens
         )
-        f["token_ids"][n:] = f["positions"][n:] = 0
+        f["row_start"][:] = np.arange(size + 1)
+        f["logits_at"][:] = np.arange(size)
+        # rows that only fill up the bucket decode a token into the scratch page
         f["kv_len"][n:] = 1
-        f["row_slot"][n:] = len(self.last_ids) - 1
         table[n:, 0] = limits.scratch_page
-        f["slots"][n:] = limits.scratch_page * limits.page_tokens
-        mode = self._fill_draws(rows, f)
-        self._buffer.send(size)
-        kv_bound = bucket(int(start.max()) + 1, KV_BUCKETS, limits.max_model_len)
+        return self._launch(rows, shape, f)
+
+    def _launch_mixed(self, rows: list[Row]) -> Flying:
+        """Rows of any lengths; in a step that is worth a graph the shape is filled up with rows of no tokens and tokens of no row."""
+        host = host_batch(rows, self.limits.page_tokens)
+        n_rows, n_tokens = len(rows), len(host.token_ids)
+        tokens, size = n_tokens, n_rows
+        if n_tokens <= TOKEN_BUCKETS[-1]:
+            tokens = bucket(n_tokens, TOKEN_BUCKETS, self.limits.max_tokens)
+            size = bucket(n_rows, MIXED_ROW_BUCKETS, self.limits.max_rows)
+        kv_bound = bucket(host.max_kv_len, KV_BUCKETS, self.limits.max_model_len)
+        shape = Shape(tokens, size, tokens, kv_bound, self._mode(rows))
+        f = self._buffer.host(shape)
+        f["token_ids"][:n_tokens] = host.token_ids
+        f["positions"][:n_tokens] = host.positions
+        f["slots"][:n_tokens] = host.slots
+        f["token_slot"][:] = self._no_slot
+        for i in np.flatnonzero(host.token_ids == PENDING):
+            row = rows[int(np.searchsorted(host.row_start, i, side="right")) - 1]
+            f["token_slot"][i] = self._slots[row.session_id]
+        f["row_start"][: n_rows + 1] = host.row_start
+        f["row_start"][n_rows + 1 :] = n_tokens
+        f["kv_len"][:n_rows] = host.kv_len
+        f["kv_len"][n_rows:] = 0
+        width = min(host.page_table.shape[1], f["page_table"].shape[1])
+        f["page_table"][:n_rows, :width] = host.page_table[:, :width]
+        f["logits_at"][:n_rows] = host.row_start[1:] - 1
+        f["logits_at"][n_rows:] = 0
+        return self._launch(rows, shape, f)
+
+    def _launch(self, rows: list[Row], shape: Shape, f: dict[str, np.ndarray]) -> Flying:
+        """Fill in what all shapes have in common, send the buffer, run the step."""
+        n_rows, n_tokens = len(rows), sum(len(r.token_ids) for r in rows)
+        f["token_ids"][n_tokens:] = f["positions"][n_tokens:] = 0
+        f["slots"][n_tokens:] = self.limits.scratch_page * self.limits.page_tokens
+        f["token_slot"][n_tokens:] = self._no_slot
+        f["row_slot"][:n_rows] = [self._slots[r.session_id] if r.sample else self._no_slot for r in rows]
+        f["row_slot"][n_rows:] = self._no_slot
+        if shape.mode != "greedy":
+            self._fill_draws(rows, f)
+        self._buffer.send(shape)
         begin = time.perf_counter()
-        ids = self.graphs.run(Shape(size, kv_bound, mode))
+        ids = self.graphs.run(shape)
         self.model_s += time.perf_counter() - begin
-        return self._land(rows, ids[:n])
+        return self._land(rows, ids[:n_rows])
 
-    def _decode(self, batch: StepBatch, row_slot: Tensor, draws: Draws | None, filtered: bool) -> Tensor:
+    def _step(self, batch: StepBatch, slots: Slots, draws: Draws | None, filtered: bool) -> Tensor:
         """The step that graphs hold: put in the pending ids, run the model, draw, keep the ids for the next step."""
-        pending = batch.token_ids == PENDING
-        ids = torch.where(pending, self.last_ids[row_slot], batch.token_ids)
-        ids = self._forward(batch, ids, draws, filtered)
-        self.last_ids[row_slot] = ids
-        return ids
+        ids = torch.where(batch.token_ids == PENDING, self.last_ids[slots.of_token], batch.token_ids)
+        drawn = self._draw(self.model(_with_ids(batch, ids), self.kv), draws, filtered=filtered)
+        self.last_ids[slots.of_row] = drawn
+        return drawn
 
-    def _forward(self, batch: StepBatch, token_ids: Tensor, draws: Draws | None, filtered: bool) -> Tensor:
-        logits = self.model(_with_ids(batch, token_ids), self.kv)
-        return self._draw(logits, draws, filtered=filtered)
+    # -- steps with rows that need the host -------------------------------------------------------------------------------------------
 
-    # -- steps with prefill, or with rows that need the host --------------------------------------------------------------------------
-
-    def _launch_mixed(self, rows: list[Row], easy: bool) -> Flying:
+    def _launch_waited(self, rows: list[Row]) -> Flying:
         host = host_batch(rows, self.limits.page_tokens)
         device = self.kv.device
-        sampling = [r for r in rows if r.sample]
         batch = host.to(device, self.limits.page_tokens)
         ids = self._with_pending(rows, host.token_ids, host.row_start, batch.token_ids)
         begin = time.perf_counter()
         logits = self.model(_with_ids(batch, ids), self.kv)
         self.model_s += time.perf_counter() - begin
-        slots = torch.tensor([self._slots[r.session_id] for r in sampling], dtype=torch.int32, device=device)
-        if not easy:
-            result = self.sampler.sample(rows, logits)
-            known = [t[-1] if t else 0 for t, r in zip(result.token_ids, rows) if r.sample]
-            self.last_ids[slots] = torch.tensor(known, dtype=torch.int32, device=device)
-            return Landed(result)
-        if not sampling:
-            return Landed(StepResult([[] for _ in rows]))
-        n = len(sampling)
-        fields = {name: np.zeros(n, np.float32) for name in ("temperature", "top_p", "min_p", "u")}
-        fields["top_k"] = np.zeros(n, np.int32)
-        mode = self._fill_draws(sampling, fields)
-        draws = (
-            Draws(**{k: torch.from_numpy(v).to(device) for k, v in fields.items()})
-            if mode != "greedy"
-            else None
-        )
-        drawn = self._draw(logits, draws, filtered=mode == "filtered")
-        self.last_ids[slots] = drawn
-        return self._land(rows, drawn)
+        slots = [self._slots[r.session_id] for r in rows if r.sample]
+        result = self.sampler.sample(rows, logits)
+        known = [t[-1] if t else 0 for t, r in zip(result.token_ids, rows) if r.sample]
+        at = torch.tensor(slots, dtype=torch.int32, device=device)
+        self.last_ids[at] = torch.tensor(known, dtype=torch.int32, device=device)
+        return Landed(result)
 
     def _with_pending(
         self, rows: list[Row], token_ids: np.ndarray, row_start: np.ndarray, ids: Tensor
@@ -204,24 +241,26 @@ class DeviceRunner:
 
     # -- both -----------------------------------------------------------------------------------------------------------------------
 
-    def _fill_draws(self, rows: Sequence[Row], fields: dict[str, np.ndarray]) -> str:
-        """Write the sampling parameters of ``rows`` into ``fields``; returns the mode (see Shape)."""
+    def _mode(self, rows: Sequence[Row]) -> str:
+        """See Shape."""
+        params = [self.sampler.states[r.session_id].params for r in rows if r.sample]
+        if not any(p.temperature for p in params):
+            return "greedy"
+        return "filtered" if any(p.top_k or p.top_p < 1 or p.min_p for p in params) else "draw"
+
+    def _fill_draws(self, rows: Sequence[Row], fields: dict[str, np.ndarray]) -> None:
+        """Write the sampling parameters of ``rows`` into ``fields``; rows past them are greedy."""
         n = len(rows)
         params = [self.sampler.states[r.session_id].params for r in rows]
-        fields["temperature"][:n] = [p.temperature for p in params]
-        if not fields["temperature"][:n].any():
-            return "greedy"
-        fields["top_k"][:n] = [p.top_k for p in params]
-        fields["top_p"][:n] = [p.top_p for p in params]
-        fields["min_p"][:n] = [p.min_p for p in params]
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            fields[name][:n] = [getattr(p, name) for p in params]
         seeds = np.array([self.sampler.states[r.session_id].seed for r in rows], np.int64)
         fields["u"][:n] = uniforms(seeds, np.array([r.start + r.n_tokens for r in rows], np.int64))
         for name, off in (("temperature", 0.0), ("top_p", 1.0), ("min_p", 0.0), ("top_k", 0)):
             fields[name][n:] = off
-        return "filtered" if any(p.top_k or p.top_p < 1 or p.min_p for p in params) else "draw"
 
     def _land(self, rows: list[Row], ids: Tensor) -> Landing:
-        """Start the copy of sampled ids [S] to the host."""
+        """Start the copy of the rows' ids [B] to the host."""
         self._turn ^= 1
         out = self._out[self._turn][: len(ids)]
         out.copy_(ids, non_blocking=True)

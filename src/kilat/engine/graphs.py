@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: the only owner of graphs, their buffers and their memory.
+"""CUDA graphs of steps: the only owner of graphs, their buffers and their memory.
 
-A decode step (every row one token) of a captured shape is one launch: the inputs are copied into a fixed buffer, the graph is
-replayed, the sampled ids stay on the device for the next step. Shapes are buckets of rows and of context length; one is captured when
-it is met for the second time, so the first answers come before any capture.
+A step of a captured shape is one launch: the inputs are copied into a fixed buffer, the graph is replayed, the sampled ids stay on the
+device for the next step. Shapes are buckets of tokens, rows and context length; one is captured when it is met for the second time, so the
+first answers come before any capture. Steps of more tokens than the largest bucket keep the device busy longer than their launches take.
 """
 
 import gc
@@ -13,74 +13,108 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kilat.base.log import event, get_logger
 from kilat.ops.batch import StepBatch
 from kilat.ops.sample import Draws
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+MIXED_ROW_BUCKETS = (8, 32, 64, 128, 256, 512)
+TOKEN_BUCKETS = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 KV_BUCKETS = (1024, 4096, 16_384, 65_536, 262_144)
-_INTS = ("token_ids", "positions", "kv_len", "slots", "row_slot", "top_k")
-_FLOATS = ("temperature", "top_p", "min_p", "u")
+MOST_GRAPH_BYTES = 3 << 30
+_TOKEN_INTS = ("token_ids", "positions", "slots", "token_slot")
+_ROW_INTS = ("kv_len", "row_slot", "logits_at", "top_k")
+_ROW_FLOATS = ("temperature", "top_p", "min_p", "u")
+
+_log = get_logger("engine")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a graph was captured for. ``mode`` is ``greedy``, ``draw`` or ``filtered`` (see ops.sample.draw)."""
+    """What a graph was captured for: ``tokens`` of ``rows`` rows, at most ``max_q_len`` of a row.
 
+    ``mode`` is ``greedy``, ``draw`` or ``filtered`` (see ops.sample.draw).
+    """
+
+    tokens: int
     rows: int
+    max_q_len: int
     max_kv_len: int
     mode: str
 
 
-class DecodeBuffer:
-    """Inputs of one decode step of up to ``max_rows`` rows in one int32 buffer: pinned on the host (two, used in turn, for a copy may still
-    be under way when the next step is written), one on the device. Fields of a bucket lie one behind the other."""
+class StepBuffer:
+    """Inputs of one step in one int32 buffer: pinned on the host (two, used in turn, for a copy may still be under way when the next step is
+    written), one on the device. The fields of a shape lie one behind the other, so that one copy sends them."""
 
-    def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
-        self.max_rows, self.max_pages = max_rows, max_pages
-        size = max_rows * (len(_INTS) + len(_FLOATS) + max_pages)
+    def __init__(
+        self, max_tokens: int, max_rows: int, page_tokens: int, max_pages: int, device: torch.device
+    ) -> None:
+        self.max_rows, self.page_tokens, self.max_pages = max_rows, page_tokens, max_pages
+        size = max_tokens * len(_TOKEN_INTS)
+        size += max_rows * (len(_ROW_INTS) + len(_ROW_FLOATS) + 1 + max_pages) + 1
         pinned = device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._turn = 0
 
-    def host(self, rows: int) -> dict[str, np.ndarray]:
-        """Arrays to fill for a step of ``rows`` rows; valid until the next but one call."""
+    def _fields(self, shape: Shape) -> tuple[list[tuple[str, int, int]], int]:
+        """(name, begin, length) of the fields of ``shape`` but the page table, and where that begins."""
+        names = [(n, shape.tokens) for n in _TOKEN_INTS] + [(n, shape.rows) for n in _ROW_INTS + _ROW_FLOATS]
+        at, out = 0, []
+        for name, length in (*names, ("row_start", shape.rows + 1)):
+            out.append((name, at, length))
+            at += length
+        return out, at
+
+    def _width(self, shape: Shape) -> int:
+        return min(self.max_pages, -(-shape.max_kv_len // self.page_tokens))
+
+    def host(self, shape: Shape) -> dict[str, np.ndarray]:
+        """Arrays to fill for a step of ``shape``; valid until the next but one call."""
         self._turn ^= 1
         flat = self._host[self._turn].numpy()
-        fields = {name: flat[i * rows : (i + 1) * rows] for i, name in enumerate(_INTS + _FLOATS)}
-        for name in _FLOATS:
-            fields[name] = fields[name].view(np.float32)
-        first = len(fields) * rows
-        fields["page_table"] = flat[first : first + rows * self.max_pages].reshape(rows, self.max_pages)
-        return fields
+        fields, end = self._fields(shape)
+        arrays = {name: flat[at : at + n] for name, at, n in fields}
+        for name in _ROW_FLOATS:
+            arrays[name] = arrays[name].view(np.float32)
+        width = self._width(shape)
+        arrays["page_table"] = flat[end : end + shape.rows * width].reshape(shape.rows, width)
+        return arrays
 
-    def send(self, rows: int) -> None:
+    def send(self, shape: Shape) -> None:
         """Copy what was filled to the device; returns before the copy is done."""
-        n = rows * (len(_INTS) + len(_FLOATS) + self.max_pages)
+        n = self._fields(shape)[1] + shape.rows * self._width(shape)
         self._device[:n].copy_(self._host[self._turn][:n], non_blocking=True)
 
-    def device(self, rows: int) -> dict[str, Tensor]:
+    def device(self, shape: Shape) -> dict[str, Tensor]:
         """The same fields as views of the device buffer."""
-        fields = {name: self._device[i * rows : (i + 1) * rows] for i, name in enumerate(_INTS + _FLOATS)}
-        for name in _FLOATS:
-            fields[name] = fields[name].view(torch.float32)
-        first = len(fields) * rows
-        fields["page_table"] = self._device[first : first + rows * self.max_pages].view(rows, self.max_pages)
-        return fields
+        fields, end = self._fields(shape)
+        tensors = {name: self._device[at : at + n] for name, at, n in fields}
+        for name in _ROW_FLOATS:
+            tensors[name] = tensors[name].view(torch.float32)
+        width = self._width(shape)
+        tensors["page_table"] = self._device[end : end + shape.rows * width].view(shape.rows, width)
+        return tensors
 
 
-class DecodeGraphs:
-    """Runs decode steps whose inputs are in ``buffer``. ``step(batch, row_slot, draws, filtered)`` computes, stores and returns the
-    sampled ids [rows] int32; it must launch work on the current stream only."""
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where sampled ids are kept on the device: of each token's session [T] (for ids not known yet), of each row's [B] (to write)."""
 
-    def __init__(
-        self,
-        buffer: DecodeBuffer,
-        page_tokens: int,
-        step: Callable[[StepBatch, Tensor, Draws | None, bool], Tensor],
-        capture: bool,
-    ) -> None:
-        self.buffer, self.page_tokens, self.step, self.capture = buffer, page_tokens, step, capture
+    of_token: Tensor
+    of_row: Tensor
+
+
+Step = Callable[[StepBatch, Slots, Draws | None, bool], Tensor]
+"""(batch, slots, draws, filtered) -> the sampled ids [rows] int32, computed and stored; launches work on the current stream only."""
+
+
+class StepGraphs:
+    """Runs steps whose inputs are in ``buffer``."""
+
+    def __init__(self, buffer: StepBuffer, step: Step, capture: bool) -> None:
+        self.buffer, self.step, self.capture = buffer, step, capture
         self.captured: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.n_bytes = 0
         self._met: set[Shape] = set()
@@ -94,35 +128,36 @@ class DecodeGraphs:
         if done is not None:
             done[0].replay()
             return done[1]
-        self._met.add(shape)
+        if shape.max_q_len == 1 or shape.tokens <= TOKEN_BUCKETS[-1]:
+            self._met.add(shape)
         return self._compute(shape)
 
     def _compute(self, shape: Shape) -> Tensor:
-        f = self.buffer.device(shape.rows)
-        index = torch.arange(shape.rows + 1, dtype=torch.int32, device=f["slots"].device)
+        f = self.buffer.device(shape)
         batch = StepBatch(
             token_ids=f["token_ids"],
             positions=f["positions"],
-            row_start=index,
+            row_start=f["row_start"],
             kv_len=f["kv_len"],
             page_table=f["page_table"],
             slots=f["slots"],
-            logits_at=index[:-1],
-            page_tokens=self.page_tokens,
+            logits_at=f["logits_at"],
+            page_tokens=self.buffer.page_tokens,
             max_kv_len=shape.max_kv_len,
-            max_q_len=1,
+            max_q_len=shape.max_q_len,
         )
         draws = None
         if shape.mode != "greedy":
             draws = Draws(f["temperature"], f["top_k"], f["top_p"], f["min_p"], f["u"])
-        return self.step(batch, f["row_slot"], draws, shape.mode == "filtered")
+        return self.step(batch, Slots(f["token_slot"], f["row_slot"]), draws, shape.mode == "filtered")
 
     def close(self) -> None:
         """Give back the graphs and their memory."""
         self.captured.clear()
 
-    def _capture(self, shape: Shape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Capture on a stream of its own; the buffers hold a step's inputs, which the capture does not touch.
+    def _capture(self, shape: Shape) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+        """Capture on a stream of its own; the buffers hold a step's inputs, which the capture does not touch. None when graphs have all
+        the memory they may have, or the device has no more: from then on, what is not captured is launched kernel by kernel.
 
         TRAP: a graph that the garbage collector frees during a capture breaks that capture, so the collector waits.
         """
@@ -133,13 +168,19 @@ class DecodeGraphs:
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 out = self._compute(shape)
+        except torch.cuda.OutOfMemoryError:
+            self.capture = False
         finally:
             if collecting:
                 gc.enable()
         # the caching allocator may give memory back meanwhile: then the graph is said to cost nothing, not less
         self.n_bytes += max(0, torch.cuda.memory_reserved() - before)
-        self.captured[shape] = (graph, out)
-        return self.captured[shape]
+        if self.capture:
+            self.captured[shape] = (graph, out)
+            self.capture = self.n_bytes < MOST_GRAPH_BYTES
+        if not self.capture:
+            event(_log, "no_more_graphs", n=len(self.captured), bytes=self.n_bytes)
+        return self.captured.get(shape)
 
 
 def bucket(value: int, buckets: tuple[int, ...], limit: int) -> int:
