@@ -100,84 +100,160 @@ __device__ inline void stage_heads(const Step &step, int layer, const AttentionI
   }
 }
 
-// What a lane has of an item: of eight elements of each head the weighted sum, the maximum and total of the lane's keys.
-struct LaneState {
-  float sum[kHeads][8], top[kHeads], total[kHeads];
-};
-
 __device__ inline float scaled(float x, float top, float other) { return top == -INFINITY ? 0.f : x * exp2f(top - other); }
 
 __device__ inline void unpack(const uint4 &v, float (&out)[8]) {
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
   for (int i = 0; i < 4; ++i) out[2 * i] = low(words[i]), out[2 * i + 1] = high(words[i]);
 }
 
-// Keys begin + first, begin + first + stride, ... of the span; `lanes` lanes share a key.
-__device__ inline void attend(const Step &step, const AttentionItem &t, const float *queries, const __nv_bfloat16 *own_keys,
-                              const __nv_bfloat16 *own_values, const __nv_bfloat16 *page, int lanes, LaneState &state) {
-  const int dim = step.model.head_dim, at = threadIdx.x % lanes * 8;
-  const int keys_per_step = kThreads / lanes, key0 = t.span.begin + threadIdx.x / lanes;
-  const int64_t side = int64_t(step.session.context) * dim;
-  const bool on = at < dim;
-  for (int h = 0; h < kHeads; ++h) {
-    state.top[h] = -INFINITY, state.total[h] = 0;
-    for (int i = 0; i < 8; ++i) state.sum[h][i] = 0;
+// Attention of an item's heads over keys that `kLanes` lanes share, each with eight elements of every head. A lane computes its share of
+// sixteen scores (four keys, four heads), and ends with the sums of kScores of them, number lane * 16 / kLanes on: as many exponentials.
+template <int kLanes>
+class Attend {
+ public:
+  __device__ Attend(const Step &step, const AttentionItem &t, const float *queries)
+      : step_(step), t_(t), queries_(queries), lane_(threadIdx.x % kLanes), on_(lane_ * 8 < step.model.head_dim) {
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[h][i] = 0;
+#pragma unroll
+    for (int j = 0; j < kScores; ++j) top_[j] = -INFINITY, total_[j] = 0;
   }
-  // all lanes of a warp take part in every round
-  for (int base = t.span.begin; base < t.span.end; base += keys_per_step * kAhead) {
-    const int begin = base - t.span.begin + key0;
-    uint4 k[kAhead], v[kAhead];
-    for (int n = 0; n < kAhead; ++n) {
-      const int position = begin + n * keys_per_step;
-      k[n] = v[n] = make_uint4(0, 0, 0, 0);
-      if (!on || position >= t.span.end) continue;
-      const bool own = position >= step.first;
-      const int64_t old = int64_t(position) * dim + at, fresh = int64_t(position - step.first) * dim + at;
-      k[n] = *reinterpret_cast<const uint4 *>(own ? own_keys + fresh : page + old);
-      v[n] = *reinterpret_cast<const uint4 *>(own ? own_values + fresh : page + side + old);
+
+  // All positions of the span; the block's groups of lanes take them in turn.
+  __device__ void run(const __nv_bfloat16 *own_keys, const __nv_bfloat16 *own_values, const __nv_bfloat16 *page) {
+    constexpr int kAtOnce = kThreads / kLanes;
+    const int dim = step_.model.head_dim;
+    const int64_t side = int64_t(step_.session.context) * dim;
+    for (int base = t_.span.begin; base < t_.span.end; base += kAtOnce * kAhead) {
+      const int first = base + threadIdx.x / kLanes;
+      uint4 k[kAhead], v[kAhead];
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        const int position = first + n * kAtOnce;
+        k[n] = v[n] = make_uint4(0, 0, 0, 0);
+        if (!on_ || position >= t_.span.end) continue;
+        const bool own = position >= step_.first;
+        const int64_t at = int64_t(own ? position - step_.first : position) * dim + lane_ * 8;
+        k[n] = *reinterpret_cast<const uint4 *>((own ? own_keys : page) + at);
+        v[n] = *reinterpret_cast<const uint4 *>((own ? own_values : page + side) + at);
+      }
+      float score[kAhead * kHeads];
+      multiply_keys(k, score);
+      float weight[kScores], keep[kScores];
+      soften(score, first, weight, keep);
+      add_values(v, weight, keep);
     }
-    float score[kAhead][kHeads];
+  }
+
+  // Adds what other lanes of the warp had; then every lane has eight elements of the sums, and top and total of head h.
+  __device__ void finish(float (&tops)[kHeads], float (&totals)[kHeads]) {
+#pragma unroll
+    for (int j = 0; j < kScores; ++j)  // the four keys of a head
+      for (int d = kLanes / 4; d < kLanes; d *= 2) total_[j] += __shfl_xor_sync(~0u, total_[j], d);
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) tops[h] = of_score(top_, h), totals[h] = of_score(total_, h);
+#pragma unroll
+    for (int d = kLanes; d < 32; d *= 2)
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        const float other = __shfl_xor_sync(~0u, tops[h], d), top = fmaxf(tops[h], other);
+        const float mine = scaled(1, tops[h], top), theirs = scaled(1, other, top);
+        totals[h] = totals[h] * mine + __shfl_xor_sync(~0u, totals[h], d) * theirs;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[h][i] = sum[h][i] * mine + __shfl_xor_sync(~0u, sum[h][i], d) * theirs;
+        tops[h] = top;
+      }
+  }
+
+  float sum[kHeads][8];
+
+ private:
+  static constexpr int kScores = kLanes == 8 ? 2 : 1;  // score n * 4 + h is of key n, head h
+
+  // Score e, which a lane of the group has, on all of its lanes.
+  __device__ static float of_score(const float (&x)[kScores], int e) {
+    return __shfl_sync(~0u, x[kLanes == 8 ? e % 2 : 0], kLanes == 8 ? e / 2 : kLanes == 16 ? e : e * 2, kLanes);
+  }
+
+  __device__ void multiply_keys(const uint4 (&k)[kAhead], float (&score)[kAhead * kHeads]) const {
+    const int dim = step_.model.head_dim;
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      const float4 zero = make_float4(0, 0, 0, 0), *q = reinterpret_cast<const float4 *>(queries_ + h * dim + lane_ * 8);
+      const float4 q0 = on_ ? q[0] : zero, q1 = on_ ? q[1] : zero;
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        float x[8];
+        unpack(k[n], x);
+        score[n * kHeads + h] = ((x[0] * q0.x + x[1] * q0.y) + (x[2] * q0.z + x[3] * q0.w)) +
+                                ((x[4] * q1.x + x[5] * q1.y) + (x[6] * q1.z + x[7] * q1.w));
+      }
+    }
+    int width = kAhead * kHeads;
+#pragma unroll
+    for (int d = kLanes / 2; d > 0; d /= 2) {  // halves of the scores go to halves of the lanes
+      const bool upper = lane_ & d;
+      if (width == 1) {
+        score[0] += __shfl_xor_sync(~0u, score[0], d);
+        continue;
+      }
+      width /= 2;
+#pragma unroll
+      for (int i = 0; i < kAhead * kHeads / 2; ++i) {
+        if (i >= width) continue;
+        const float mine = upper ? score[i + width] : score[i], theirs = upper ? score[i] : score[i + width];
+        score[i] = mine + __shfl_xor_sync(~0u, theirs, d);
+      }
+    }
+  }
+
+  // Weights exp2(score - top) of the lane's scores, and what sums made under the old top are to be multiplied by.
+  __device__ void soften(const float (&score)[kAhead * kHeads], int first, float (&weight)[kScores], float (&keep)[kScores]) {
+    const int n = lane_ / (kLanes / kAhead);
+    const bool there = first + n * (kThreads / kLanes) < t_.span.end;
+#pragma unroll
+    for (int j = 0; j < kScores; ++j) {
+      float top = there ? score[j] : -INFINITY;
+      for (int d = kLanes / 4; d < kLanes; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+      top = fmaxf(top, top_[j]);
+      weight[j] = there ? exp2f(score[j] - top) : 0;
+      keep[j] = scaled(1, top_[j], top);
+      total_[j] = total_[j] * keep[j] + weight[j];
+      top_[j] = top;
+    }
+  }
+
+  __device__ void add_values(const uint4 (&v)[kAhead], const float (&weight)[kScores], const float (&keep)[kScores]) {
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      const float k = of_score(keep, h);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[h][i] *= k;
+    }
+#pragma unroll
     for (int n = 0; n < kAhead; ++n) {
       float x[8];
-      unpack(k[n], x);
+      unpack(v[n], x);
+#pragma unroll
       for (int h = 0; h < kHeads; ++h) {
-        const float4 q0 = on ? *reinterpret_cast<const float4 *>(queries + h * dim + at) : make_float4(0, 0, 0, 0);
-        const float4 q1 = on ? *reinterpret_cast<const float4 *>(queries + h * dim + at + 4) : make_float4(0, 0, 0, 0);
-        score[n][h] = ((x[0] * q0.x + x[1] * q0.y) + (x[2] * q0.z + x[3] * q0.w)) +
-                      ((x[4] * q1.x + x[5] * q1.y) + (x[6] * q1.z + x[7] * q1.w));
-      }
-    }
-    for (int d = lanes / 2; d > 0; d /= 2)
-      for (int n = 0; n < kAhead; ++n)
-        for (int h = 0; h < kHeads; ++h) score[n][h] += __shfl_xor_sync(~0u, score[n][h], d);
-    for (int h = 0; h < kHeads; ++h) {
-      float top = state.top[h];
-      for (int n = 0; n < kAhead; ++n)
-        if (begin + n * keys_per_step < t.span.end) top = fmaxf(top, score[n][h]);
-      if (top == -INFINITY) continue;
-      const float keep = scaled(1, state.top[h], top);
-      state.total[h] *= keep, state.top[h] = top;
-      for (int i = 0; i < 8; ++i) state.sum[h][i] *= keep;
-      for (int n = 0; n < kAhead; ++n) {
-        if (begin + n * keys_per_step >= t.span.end) continue;
-        const float p = exp2f(score[n][h] - top);
-        state.total[h] += p;
-        float x[8];
-        unpack(v[n], x);
-        for (int i = 0; i < 8; ++i) state.sum[h][i] += p * x[i];
+        const float w = of_score(weight, n * kHeads + h);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[h][i] += w * x[i];
       }
     }
   }
-  for (int d = lanes; d < 32; d *= 2) {  // add the keys that other lanes of the warp had
-    for (int h = 0; h < kHeads; ++h) {
-      const float other = __shfl_xor_sync(~0u, state.top[h], d), top = fmaxf(state.top[h], other);
-      const float mine = scaled(1, state.top[h], top), theirs = scaled(1, other, top);
-      state.total[h] = state.total[h] * mine + __shfl_xor_sync(~0u, state.total[h], d) * theirs;
-      for (int i = 0; i < 8; ++i) state.sum[h][i] = state.sum[h][i] * mine + __shfl_xor_sync(~0u, state.sum[h][i], d) * theirs;
-      state.top[h] = top;
-    }
-  }
-}
+
+  const Step &step_;
+  const AttentionItem &t_;
+  const float *queries_;
+  const int lane_;
+  const bool on_;
+  float top_[kScores], total_[kScores];
+};
 
 // Adds `n` parts (sums, then maximum and total, `stride` floats apart) of element i: the sum, maximum and total of all. Loads are
 // started sixteen parts at a time: their latency is what this costs.
@@ -206,20 +282,71 @@ __device__ inline float3 add_parts(const float *parts, int n, int stride, int di
   return make_float3(sum, top, total);
 }
 
+// Shared memory of an item's warps: for each of `at_once` heads and each warp the sums [head_dim], maximum and total.
+struct Parts {
+  float *at;
+  int at_once;
+};
+
+// An item's span: the result itself where the context is one span, else into global memory.
+template <int kLanes>
+__device__ inline void attend_span(const Step &step, const AttentionItem &t, int layer, const float *queries, const __nv_bfloat16 *keys,
+                            const __nv_bfloat16 *values, const Parts &parts, float *spans, __nv_bfloat16 *out) {
+  const SessionView &s = step.session;
+  const int dim = step.model.head_dim, part = dim + 2, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Attend<kLanes> a(step, t, queries);
+  a.run(keys, values, s.kv + (int64_t(layer) * step.model.kv_heads + t.kv_head) * 2 * s.context * dim);
+  float tops[kHeads], totals[kHeads];
+  a.finish(tops, totals);
+  for (int first = 0; first < t.heads; first += parts.at_once) {
+    const int n = min(parts.at_once, t.heads - first);
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (h < first || h >= first + n || lane >= kLanes || lane * 8 >= dim) continue;
+      float *to = parts.at + ((h - first) * kWarps + warp) * part;
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) *reinterpret_cast<float2 *>(to + lane * 8 + i) = make_float2(a.sum[h][i], a.sum[h][i + 1]);
+      if (lane == 0) to[dim] = tops[h], to[dim + 1] = totals[h];
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < n * dim; e += kThreads) {
+      const int h = first + e / dim, i = e % dim;
+      const float3 r = add_parts<false>(parts.at + (h - first) * kWarps * part, kWarps, part, dim, i);
+      if (t.span.splits == 1) {
+        out[h * dim + i] = __float2bfloat16_rn(r.x / r.z);
+      } else {
+        float *to = spans + (t.split * kHeads + h) * part;
+        to[i] = r.x;
+        if (i == 0) to[dim] = r.y, to[dim + 1] = r.z;
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// After a span is in global memory: whether it was the last one of its heads. A barrier of the block.
+__device__ inline bool is_last_span(unsigned *done, int splits) {
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(done, 1) == unsigned(splits - 1);
+    if (last) *done = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
 // The block's items of a layer. `work` is shared memory of `work_bytes`; ends with a barrier of the block.
-__device__ inline void attention(const Step &step, int layer, char *work, int work_bytes) {
+__device__ __noinline__ void attention(const Step &step, int layer, char *work, int work_bytes) {
   const ModelView &m = step.model;
   const SessionView &s = step.session;
   const int dim = m.head_dim, part = dim + 2, per_kv = m.q_heads / m.kv_heads, subs = (per_kv + kHeads - 1) / kHeads;
-  const int groups = m.kv_heads * subs, total = step.rows * groups * s.max_splits;
-  const int window = m.windows ? m.windows[layer] : 0;
-  const int lanes = dim <= 64 ? 8 : dim <= 128 ? 16 : 32;
+  const int groups = m.kv_heads * subs, total = step.rows * groups * s.max_splits, window = m.windows ? m.windows[layer] : 0;
   float *queries = reinterpret_cast<float *>(work);
   __nv_bfloat16 *keys = reinterpret_cast<__nv_bfloat16 *>(queries + kHeads * dim), *values = keys + step.rows * dim;
-  float *parts = reinterpret_cast<float *>(values + step.rows * dim);
-  const int space = work_bytes - int(reinterpret_cast<char *>(parts) - work);
-  const int at_once = min(kHeads, space / (kWarps * part * 4));
-  __shared__ bool last_split;
+  Parts parts{reinterpret_cast<float *>(values + step.rows * dim), 0};
+  parts.at_once = min(kHeads, (work_bytes - int(reinterpret_cast<char *>(parts.at) - work)) / (kWarps * part * 4));
   for (int item = blockIdx.x; item < total; item += gridDim.x) {
     AttentionItem t;
     t.split = item % s.max_splits, t.group = item / s.max_splits % groups, t.row = item / s.max_splits / groups;
@@ -230,46 +357,18 @@ __device__ inline void attention(const Step &step, int layer, char *work, int wo
     if (t.split >= t.span.splits) continue;
     stage_heads(step, layer, t, queries, keys, values);
     __syncthreads();
-    LaneState state;
-    attend(step, t, queries, keys, values, s.kv + (int64_t(layer) * m.kv_heads + t.kv_head) * 2 * s.context * dim, lanes, state);
-    float *mine = s.partial + int64_t(t.row * groups + t.group) * s.max_splits * kHeads * part;
+    float *spans = s.partial + int64_t(t.row * groups + t.group) * s.max_splits * kHeads * part;
     __nv_bfloat16 *out = s.attended + (int64_t(t.row) * m.q_heads + t.first_head) * dim;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int first = 0; first < t.heads; first += at_once) {
-      const int n = min(at_once, t.heads - first);
-#pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        if (h < first || h >= first + n || lane >= lanes || lane * 8 >= dim) continue;
-        float *to = parts + ((h - first) * kWarps + warp) * part;
-        for (int i = 0; i < 8; ++i) to[lane * 8 + i] = state.sum[h][i];
-        if (lane == 0) to[dim] = state.top[h], to[dim + 1] = state.total[h];
-      }
-      __syncthreads();
-      for (int e = threadIdx.x; e < n * dim; e += kThreads) {
-        const int h = first + e / dim, i = e % dim;
-        const float3 r = add_parts<false>(parts + (h - first) * kWarps * part, kWarps, part, dim, i);
-        if (t.span.splits == 1) {
-          out[h * dim + i] = __float2bfloat16_rn(r.x / r.z);
-        } else {
-          float *to = mine + (t.split * kHeads + h) * part;
-          to[i] = r.x;
-          if (i == 0) to[dim] = r.y, to[dim + 1] = r.z;
-        }
-      }
-      __syncthreads();
-    }
+    if (dim <= 64)
+      attend_span<8>(step, t, layer, queries, keys, values, parts, spans, out);
+    else if (dim <= 128)
+      attend_span<16>(step, t, layer, queries, keys, values, parts, spans, out);
+    else
+      attend_span<32>(step, t, layer, queries, keys, values, parts, spans, out);
     if (t.span.splits == 1) continue;
-    if (threadIdx.x == 0) {
-      __threadfence();
-      unsigned *done = s.partial_done + t.row * groups + t.group;
-      last_split = atomicAdd(done, 1) == unsigned(t.span.splits - 1);
-      if (last_split) *done = 0;
-      __threadfence();
-    }
-    __syncthreads();
-    if (last_split)
+    if (is_last_span(s.partial_done + t.row * groups + t.group, t.span.splits))
       for (int e = threadIdx.x; e < t.heads * dim; e += kThreads) {
-        const float3 r = add_parts<true>(mine + e / dim * part, t.span.splits, kHeads * part, dim, e % dim);
+        const float3 r = add_parts<true>(spans + e / dim * part, t.span.splits, kHeads * part, dim, e % dim);
         out[e] = __float2bfloat16_rn(r.x / r.z);
       }
     __syncthreads();

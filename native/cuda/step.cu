@@ -196,12 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1) pass_kernel(const __grid_constant
     const int kind = kind_of(m, index), columns = m.shape[kind].columns;
     Piece weight;
     if (is_normed(kind)) weight.load(columns, [&](int at) { return load_constant(norm_of(m, index) + at); });
-    if (kind == kOut) stream.look_ahead(m, kAttentionChunks);
     if (index != step.first_matrix) grid.sync();
-    if (kind == kOut) {
-      attention(step, index / kLayerMatrices, work, step.work_bytes);
-      grid.sync();
-    }
     Vectors x{shared_address(work), kind == kOut ? s.attended : kind == kDown ? s.gated : s.normed, columns, step.rows};
     float *sums = reinterpret_cast<float *>(work);
     int sum_bytes = step.work_bytes;
@@ -219,6 +214,11 @@ __global__ void __launch_bounds__(kThreads, 1) pass_kernel(const __grid_constant
     tiles_of_rank(m.shape[kind], turn.rank(kind), begin, end);
     product<kMany>(step, stream, matrices[index], m.shape[kind], begin, end, x, sums, sum_bytes,
                    [&](int first, int n, const auto &get) { finish_tiles<kMany>(step, index, first, n, get); });
+    if (kind == kQkv) {
+      stream.look_ahead(m, kAttentionChunks);
+      grid.sync();
+      attention(step, index / kLayerMatrices, work, step.work_bytes);
+    }
   }
   grid.mark();
   if constexpr (!kMany) {
