@@ -1,6 +1,6 @@
 """Replay of public traces through the router: how many blocks of prompts are found in caches, against simpler ways to choose a worker.
 
-    python -m bench.bench_routing TRACE.jsonl.gz ... [--workers 8] [--blocks 500 1500 5000 15000 50000] [--json FILE]
+    python -m bench.bench_routing [TRACE.jsonl.gz ...] [--workers 8] [--blocks 500 1500 5000 15000 50000] [--json FILE]
 
 A trace is one of Mooncake's (a line per request: timestamp in ms, input_length, output_length, hash_ids of 512-token blocks). Requests
 come at their times. Each worker computes prompts one after another at --rate tokens/s and holds a request's blocks until its output has
@@ -10,11 +10,15 @@ index hears of changes 20 ms later. Reading a block of a peer takes --block-ms.
 Policies: ours, ours without lending between workers, round-robin, least-loaded (fewest prompt tokens that wait, then fewest sessions).
 Hits are blocks not computed: found in the worker's own cache, or lent by a peer. ``endless``: hits of one memory that never forgets and
 knows a prompt the moment it arrives. TTFT is queue and prefill.
+
+First the index alone: a lookup of 512 names (8,192 tokens in pages of 16) among 1,000 such chains, held by 1, 8 and 32 workers to
+depths of their own; every chain is asked for once, with names that are not in any processor cache (goal: 50 us).
 """
 
 import argparse
 import gzip
 import json
+import random
 import sys
 import time
 from collections import deque
@@ -27,6 +31,7 @@ from kilat.cli.report import Subject, envelope, print_table, write_json
 from kilat.policy.cache.changes import PageChanges
 from kilat.policy.cache.pool import PagePool
 from kilat.policy.route.config import RouterConfig
+from kilat.policy.route.index import PrefixIndex
 from kilat.policy.route.loads import Loads
 from kilat.policy.route.router import Router
 from kilat.policy.route.views import Route, RouteRequest, WorkerView
@@ -271,9 +276,31 @@ def measure(path: Path, args: argparse.Namespace, speed: Speed) -> list[dict[str
     return rows
 
 
+def lookups() -> list[dict[str, Any]]:
+    """Median and 99th percentile of ``PrefixIndex.holders``, in microseconds."""
+    rng = random.Random(0)
+    rows = []
+    for n_workers in (1, 8, 32):
+        index = PrefixIndex()
+        chains = [[rng.randbytes(16) for _ in range(512)] for _ in range(1000)]
+        for i in range(n_workers):
+            held = [name for chain in chains for name in chain[: rng.randint(1, 512)]]
+            index.apply(f"w{i}", PagesChanged(0, held, []))
+        times = []
+        for chain in chains:
+            names = [bytes(bytearray(name)) for name in chain]
+            begin = time.perf_counter()
+            index.holders(names)
+            times.append((time.perf_counter() - begin) * 1e6)
+        rows.append({"holders": n_workers, "p50_us": quantile(times, 0.5), "p99_us": quantile(times, 0.99)})
+    lines = [[str(r["holders"]), f"{r['p50_us']:.1f}", f"{r['p99_us']:.1f}"] for r in rows]
+    print_table("PrefixIndex.holders, 512 names (goal 50 us)", ["holders", "p50 us", "p99 us"], lines)
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("traces", nargs="*", type=Path)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--blocks", type=int, nargs="+", default=[500, 1500, 5000, 15000, 50000])
     parser.add_argument("--rate", type=float, default=12_000.0)
@@ -284,6 +311,7 @@ def main() -> int:
     args = parser.parse_args()
     args.kind, args.seed = "routing", 0
     speed = Speed(args.rate, args.tpot, args.block_ms / 1e3)
+    index_rows = lookups()
     rows = [row for path in args.traces for row in measure(path, args, speed)]
     shapes = {
         "workers": args.workers,
@@ -293,7 +321,7 @@ def main() -> int:
         "block_move_s": speed.block_s,
     }
     subject = Subject("none (simulated)", None, None, 1, None)
-    write_json(args.json, envelope(args, subject, shapes=shapes, rows=rows))
+    write_json(args.json, envelope(args, subject, shapes=shapes, lookups=index_rows, rows=rows))
     return 0
 
 

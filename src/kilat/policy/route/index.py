@@ -91,16 +91,19 @@ class PrefixIndex:
         first = find(names[0], 0)
         last = find(names[-1], 0) & first
         depth: dict[int, int] = {}
-        spans = [(0, first, len(names) - 1, last)]
+        spans = [(0, first, len(names) - 1, last)] if first != last else []
         while spans:
             low, held, high, left = spans.pop()
-            if held == left:
-                continue
-            if high - low > 1:
+            while high - low > 1:
                 middle = (low + high) // 2
                 here = find(names[middle], 0) & held
-                spans += [(low, held, middle, here), (middle, here, high, left)]
-                continue
+                if here == held:
+                    low = middle
+                elif here == left:
+                    high = middle
+                else:
+                    spans.append((middle, here, high, left))
+                    high, left = middle, here
             for bit in _bits(held & ~left):
                 depth[bit] = min(depth.get(bit, high), high)
         for bit in _bits(last):
