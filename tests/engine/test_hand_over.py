@@ -223,7 +223,7 @@ def test_refused_session_leaves_its_pages_to_the_caller(model):
     pages = engine.reserve(2)
     with pytest.raises(RequestError):
         engine.submit(record("s", [9999]), Arrived(pages, 1))
-    engine.unreserve(pages)
+    engine.unpin(pages)
     all_free(engine)
 
 

@@ -141,7 +141,8 @@ class Engine:
 
     def take_frozen(self) -> list[str]:
         """``Scheduler.take_frozen``: sessions that can :meth:`depart` now. Send the events of earlier steps before their records."""
-        ready, self._frozen = [s for s in self._frozen if s in self._compiling], []
+        asked, self._frozen = self._frozen, []
+        ready = [s for s in asked if s in self._compiling and self._compiling[s].frozen]
         return ready + self.scheduler.take_frozen()
 
     def export(self, session_id: str) -> SessionRecord:
@@ -165,16 +166,12 @@ class Engine:
         """``Scheduler.reserve``: pages to read into; write them through :attr:`pages`."""
         return self.scheduler.reserve(n_pages)
 
-    def unreserve(self, pages: Sequence[int]) -> None:
-        """``Scheduler.unreserve``, when nothing can write them any more."""
-        self.scheduler.unreserve(pages)
-
     def pin(self, pages: Sequence[int]) -> None:
         """``Scheduler.pin``: keep pages of :meth:`computed` for a peer."""
         self.scheduler.pin(pages)
 
     def unpin(self, pages: Sequence[int]) -> None:
-        """``Scheduler.unpin``."""
+        """``Scheduler.unpin``: when nobody reads or writes them any more."""
         self.scheduler.unpin(pages)
 
     def lend(self, names: Sequence[bytes]) -> list[int]:

@@ -103,7 +103,7 @@ def test_refused_session_leaves_its_pages_to_the_caller():
         rig.scheduler.submit(record("a", PROMPT), 0.0, Arrived(pages, 9))
     rig.scheduler.check()
     assert rig.gauge(metrics.PAGES_PINNED) == 3
-    rig.scheduler.unreserve(pages)
+    rig.scheduler.unpin(pages)
     rig.run()
     assert list(rig.finish) == ["a"] and rig.gauge(metrics.PAGES_USED) == 0
 
@@ -183,7 +183,7 @@ def test_reserving_leaves_what_running_sessions_need():
     assert len(pages) == 4
     rig.run()
     assert rig.counter(metrics.PREEMPTIONS) == 0
-    rig.scheduler.unreserve(pages)
+    rig.scheduler.unpin(pages)
 
 
 def test_pages_of_moves_that_fill_the_pool_hold_up_sessions_until_they_come_back():
@@ -192,24 +192,25 @@ def test_pages_of_moves_that_fill_the_pool_hold_up_sessions_until_they_come_back
     r = rig.submit("a", PROMPT)
     assert rig.step() is None
     assert rig.scheduler.has_work
-    rig.scheduler.unreserve(pages)
+    rig.scheduler.unpin(pages)
     rig.run()
     assert rig.output["a"] == alone(r, 0, 128)[0]
 
 
 def test_page_that_a_plan_copies_from_gets_no_new_owner_before_that_plan_is_back():
-    rig = Rig(depth=2, n_pages=12)
-    rig.submit("a", PROMPT, n=2, max_tokens=30)
-    rig.step()
-    while not any(p.copies for p in rig.plans):
-        rig.step()
-    [(source, _)] = next(p.copies for p in rig.plans if p.copies)
-    assert any(p.copies for p, _ in rig.in_flight)
-    roster = rig.scheduler._roster
-    parent = roster.live["a"]
-    assert source in parent.table.pages
-    rig.abort("a")
-    for _ in range(12):
-        page = rig.scheduler.reserve(1)
-        assert page != [source]
+    rig = Rig(depth=2)
+    r = rig.submit("a", PROMPT, n=2, max_tokens=5)
+    rig.plan()
+    rig.commit()
+    rig.scheduler.freeze("a")
+    [(source, _)] = rig.plan().copies  # for the second sample
+    gone = rig.scheduler.depart("a")
+    assert source in gone.pages
+    rig.scheduler.unpin(gone.pages)
+    pages = rig.scheduler.reserve(58)
+    assert source not in pages
+    rig.commit()
+    assert rig.gauge(metrics.PAGES_PINNED) == 58
+    rig.scheduler.unpin(pages)
     rig.run()
+    assert rig.output["a#1"] == alone(r, 1, 128)[0]

@@ -1,10 +1,11 @@
 """Sessions that leave a scheduler, with their pages."""
 
 import pytest
+from msgspec.structs import replace
 
 from kilat.base import metrics
 from kilat.base.errors import EngineError, NotFoundError
-from kilat.policy.sched.moves import Departed
+from kilat.policy.sched.moves import Arrived, Departed
 from tests.policy.sched.fakes import Rig, alone, record
 from tests.policy.sched.moving import PROMPT, adopt, handed_over, rows_of
 
@@ -22,6 +23,17 @@ def test_handed_over_session_stops_after_its_first_token_and_that_one_is_sent(de
     assert rig.scheduler.take_frozen() == ["a"]
     assert rig.scheduler.take_frozen() == []
     assert rig.scheduler.has_work
+
+
+def test_runner_forgets_a_frozen_session_so_that_it_may_come_back():
+    rig = Rig()
+    r, gone = handed_over(rig)
+    rig.scheduler.submit(replace(gone.record, epoch=1), rig.now_s, Arrived(gone.pages, gone.n_tokens))
+    rig.run()
+    assert rig.plans[1].gone == ["a"]
+    assert rows_of(rig, "a")[1] == (10, 1)
+    assert rig.output["a"] == alone(r, 0, 128)[0]
+    assert rig.gauge(metrics.PAGES_USED) == 0
 
 
 def test_departed_session_leaves_no_event_and_its_pages_stay_pinned():

@@ -184,7 +184,7 @@ class MoveMachine(RuleBasedStateMachine):
             move.held = False
             move.source.scheduler.unpin(move.gone.pages)
             if move.reserved:
-                self.other(move.source).scheduler.unreserve(move.reserved)
+                self.other(move.source).scheduler.unpin(move.reserved)
             move.reserved = None
 
     def finish(self, move: Move):
@@ -207,7 +207,7 @@ class MoveMachine(RuleBasedStateMachine):
         if move.held:
             move.source.scheduler.unpin(move.gone.pages)
         if move.reserved is not None:
-            self.other(move.source).scheduler.unreserve(move.reserved)
+            self.other(move.source).scheduler.unpin(move.reserved)
 
     @precondition(lambda self: self.records)
     @rule(data=st.data(), side=st.integers(0, 1))

@@ -202,17 +202,13 @@ class Scheduler:
             return None
         return self._roster.pins.reserve(n_pages)
 
-    def unreserve(self, pages: Sequence[int]) -> None:
-        """:meth:`unpin` for reserved pages; nobody may write them any more."""
-        self.unpin(pages)
-
     def pin(self, pages: Sequence[int]) -> None:
         """Keep pages of a live session for a peer that reads them, whatever becomes of the session."""
         self._roster.pins.pin(pages)
 
     def unpin(self, pages: Sequence[int]) -> None:
-        """Give pins back, those of one chain in one call from its start. Raises EngineError, and nothing is changed, for a page without
-        pin."""
+        """Give pins back, those of one chain in one call from its start; nobody may write reserved pages any more. Raises EngineError,
+        and nothing is changed, for a page without pin."""
         self._roster.pins.unpin(pages)
 
     def lend(self, names: Sequence[bytes]) -> list[int]:
