@@ -77,7 +77,7 @@ for part in sys.argv[2:]:
 
 
 @pytest.mark.parametrize(
-    "part", ["base", "wire", "policy", "text", "cluster/gateway", "cluster/launch", "cli"]
+    "part", ["base", "wire", "policy", "sim", "text", "cluster/gateway", "cluster/launch", "cli"]
 )
 def test_part_imports_where_torch_is_missing(part: str) -> None:
     root = sizes.ROOT / "src/kilat"

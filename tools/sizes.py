@@ -17,7 +17,7 @@ FUNCTION_LINES = 60
 KERNEL_LINES = 150
 PARAMETERS = 8
 # rooms that only decide: their tests are at least as long as their code
-LOGIC_ROOMS = ("base", "policy", "text", "wire")
+LOGIC_ROOMS = ("base", "policy", "sim", "text", "wire")
 SUFFIXES = (".py", ".c", ".h", ".cpp", ".cu")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

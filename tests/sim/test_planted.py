@@ -104,11 +104,11 @@ def read_other_pages(monkeypatch):
 )
 def test_a_planted_fault_is_seen(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch):
     plant(monkeypatch)
-    for seed in SEEDS:
-        try:
-            what = broken(seed)
-        except Exception as e:  # a check inside the objects themselves
-            what = [repr(e)]
-        if what:
-            return
-    raise AssertionError(f"{len(SEEDS)} runs did not see that: {plant.__doc__}")
+    assert any(map(is_broken, SEEDS)), f"{len(SEEDS)} runs did not see that: {plant.__doc__}"
+
+
+def is_broken(seed: int) -> bool:
+    try:
+        return bool(broken(seed))
+    except Exception:  # a check inside the objects themselves
+        return True
