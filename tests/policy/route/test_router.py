@@ -172,6 +172,29 @@ def test_a_lower_prefill_share_gets_fewer_prompts():
     assert given_out["p"] > 1.5 * given_out["m"] > 0
 
 
+def test_a_mixed_worker_gives_its_sessions_to_decode_workers_when_it_is_crowded():
+    mixed = {"prefill_weight": 0.5, "decode_weight": 0.5}
+    route = choose(Router(), [view("m", running=20, **mixed), decoder("d", running=2)])
+    assert (route.worker, route.decode) == ("m", "d")
+    route = choose(Router(), [view("m", **mixed), decoder("d", running=20)])
+    assert (route.worker, route.decode) == ("m", None)
+
+
+def test_workers_that_do_both_never_hand_over():
+    for loads in ([0, 30, 30, 30], [30, 0, 9, 2]):
+        workers = [view(f"w{i}", running=n, queued_prompt_tokens=100 * n) for i, n in enumerate(loads)]
+        assert choose(Router(), workers).decode is None
+
+
+def test_of_many_workers_the_best_pair_is_found():
+    workers = [prefiller(f"p{i}", queued_prompt_tokens=5000 + i) for i in range(40)]
+    workers += [decoder(f"d{i}", running=50 + i) for i in range(40)]
+    workers += [prefiller("p", queued_prompt_tokens=10), decoder("d", running=1)]
+    route = choose(Router(), workers)
+    assert (route.worker, route.decode) == ("p", "d")
+    assert len(route.why["options"]) == 8
+
+
 def test_the_decode_worker_with_part_of_the_prefix_needs_fewer_pages_moved():
     router = holding(Router(RouterConfig(local_prompt_tokens=0)), d1=50)
     route = choose(router, [prefiller("p0"), decoder("d0", running=4), decoder("d1", running=4)])
