@@ -14,6 +14,7 @@ from kilat.ops.cpu.library import (
     BF16,
     F32,
     MAX_HEAD_DIM,
+    MAX_PARTS,
     BlockRows,
     HeadShape,
     KvView,
@@ -141,6 +142,8 @@ class CpuOps:
 
     def pack_blocks(self, parts: Sequence[BlockWeight], bias: Tensor | None = None) -> LinearWeight:
         """Pack into panels; the tensors are not needed afterwards. The header tells what a product rounds."""
+        if not 1 <= len(parts) <= MAX_PARTS:
+            raise EngineError(f"a weight of {len(parts)} parts, limit {MAX_PARTS}")
         k = parts[0].shape[1]
         n = sum(part.shape[0] for part in parts)
         rows = (BlockRows * len(parts))()

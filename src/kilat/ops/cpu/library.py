@@ -9,6 +9,7 @@ from kilat.ops.cpu.build import build
 ABI = 4
 F32, BF16 = 0, 1
 MAX_HEAD_DIM = 256
+MAX_PARTS = 8
 
 
 class BlockRows(ctypes.Structure):
