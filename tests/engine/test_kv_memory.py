@@ -61,6 +61,20 @@ def test_a_private_pool_has_no_file():
     assert PageMemory(LAYOUT, 5, CPU).fd is None
 
 
+def test_beside_the_host_the_view_is_a_tensor_of_bytes():
+    view = PageMemory(LAYOUT, 5, torch.device("meta")).view
+    assert isinstance(view, torch.Tensor)
+    assert (view.shape, view.dtype) == ((5, LAYOUT.page_bytes), torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_pages_hold_numbers_of_the_layouts_dtype(dtype):
+    layout = page_layout(1, 4, 1, 8, dtype, "m")
+    pages = PageMemory(layout, 2, CPU)
+    assert pages.kv.dtype == dtype
+    assert layout.page_bytes == pages.view.shape[1] == 2 * 4 * 8 * dtype.itemsize
+
+
 def test_only_the_host_has_a_shared_pool():
     with pytest.raises(ConfigError, match="needs the CPU"):
         PageMemory(LAYOUT, 5, torch.device("meta"), shared=True)
