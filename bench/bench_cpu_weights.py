@@ -8,6 +8,7 @@ that differs.
 """
 
 import argparse
+import itertools
 import math
 import random
 import time
@@ -35,7 +36,7 @@ def one_stream(llm: LLM, prompt: list[int], n_tokens: int, name: str) -> tuple[f
         events = engine.step()
         if events:
             times.append(time.perf_counter())
-    return times[0] - begin, [b - a for a, b in zip(times, times[1:])]
+    return times[0] - begin, [b - a for a, b in itertools.pairwise(times)]
 
 
 def perplexity(llm: LLM, ids: list[int]) -> float:

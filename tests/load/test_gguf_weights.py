@@ -169,6 +169,37 @@ def test_quantized_tensor_written_by_the_gguf_package_comes_back(tmp_path, kind,
     assert torch.equal(found, torch.from_numpy(dequantize(packed, GGMLQuantizationType[kind])))
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_matrices_come_in_their_blocks_with_the_rows_in_the_order_of_get(files, architecture):
+    file = tiny_gguf(architecture)
+    for i, tensor in enumerate(file.tensors):
+        if len(tensor.dims) == 2:
+            content = values(tensor.name, shapes(architecture)[tensor.name])
+            file.tensors[i] = Tensor(
+                tensor.name, tensor.dims, 8, quantize(content, GGMLQuantizationType.Q8_0).tobytes()
+            )
+    with open_weights(files(file)) as weights:
+        for name, shape in weights.shapes().items():
+            found = weights.get_blocks(name)
+            if len(shape) == 1:
+                assert found is None
+                continue
+            assert (
+                found.shape == shape
+                and found.ggml_type == 8
+                and found.data.shape == (shape[0], shape[1] // 32 * 34)
+            )
+            read = torch.from_numpy(dequantize(found.data.numpy(), GGMLQuantizationType.Q8_0))
+            assert torch.equal(read, weights.get(name, torch.float32)), name
+        with pytest.raises(ModelFileError, match="no tensor for x"):
+            weights.get_blocks("x")
+
+
+def test_matrices_of_plain_numbers_have_no_blocks(files):
+    with open_weights(files(tiny_gguf())) as weights:
+        assert all(weights.get_blocks(name) is None for name in weights.shapes())
+
+
 def test_tensor_that_is_not_there_is_a_model_file_error(files):
     with open_weights(files(tiny_gguf(tied=True))) as weights, pytest.raises(ModelFileError, match="lm_head"):
         weights.get("lm_head.weight", torch.float32)

@@ -11,7 +11,7 @@ from gguf.quants import dequantize, quantize
 
 from kilat.base.errors import ModelFileError
 from kilat.base.gguf_header import GGML_TYPES
-from kilat.quant.gguf_blocks import dequantize_into, require_supported
+from kilat.quant.gguf_blocks import BlockWeight, cut_columns, dequantize_into, require_supported
 
 pytestmark = pytest.mark.cpu
 
@@ -130,3 +130,25 @@ def test_temporary_memory_does_not_grow_with_the_tensor(name):
     finally:
         tracemalloc.stop()
     assert peak < 4 << 20
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q6_K"])
+def test_a_share_of_inputs_keeps_whole_blocks(name):
+    number, kind = TYPES[name]
+    n, k = 3, 4 * kind.block_items
+    raw = random_blocks(name, n * 4)
+    whole = BlockWeight(torch.from_numpy(raw.reshape(n, -1)), number, (n, k))
+    share = slice(kind.block_items, 3 * kind.block_items)
+    cut = cut_columns(whole, share)
+    assert cut is not None and cut.shape == (n, 2 * kind.block_items) and cut.ggml_type == number
+    found = decode(cut.data.contiguous().numpy(), name).view(cut.shape)
+    assert torch.equal(found.nan_to_num(), decode(raw, name).view(n, k)[:, share].nan_to_num())
+    assert torch.equal(cut_columns(whole, slice(0, k)).data, whole.data)
+
+
+@pytest.mark.parametrize("share", [slice(16, 64), slice(32, 80), slice(0, 33)])
+def test_a_share_that_would_cut_a_block_is_none(share):
+    assert (
+        cut_columns(BlockWeight(torch.zeros(2, 54, dtype=torch.uint8), TYPES["Q4_0"][0], (2, 96)), share)
+        is None
+    )
