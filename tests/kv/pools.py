@@ -67,9 +67,9 @@ def wait(transport: Transport, n: int = 1, limit_s: float = LIMIT_S) -> list[Don
 class Owner:
     """An ``owner.py`` in a process of its own."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, module: str = "tests.kv.owner") -> None:
         root = Path(__file__).parents[2]
-        command = [sys.executable, "-m", "tests.kv.owner", *args]
+        command = [sys.executable, "-m", module, *args]
         self.process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.endpoints = {
             kind: Endpoint(kind, base64.b64decode(text)) for kind, text in json.loads(self._line()).items()

@@ -47,12 +47,13 @@ class Job:
 class Jobs:
     """The reads of one transport, and threads that do them one after another: one thread for each ``lane`` (a peer, or all of them).
 
-    ``memory`` is the own pool: an offer's checksums are verified there, after the copy.
+    ``n_pages`` is the size of the own pool, ``bytes_of`` gives a page of it: an offer's checksums are verified there, after the copy.
     """
 
-    def __init__(self, kind: str, memory: np.ndarray) -> None:
+    def __init__(self, kind: str, n_pages: int, bytes_of: Callable[[int], np.ndarray]) -> None:
         self._kind = kind
-        self._memory = memory
+        self._n_pages = n_pages
+        self._bytes_of = bytes_of
         self._live: dict[int, Job] = {}
         self._done: deque[Done] = deque()
         self._lanes: list[Lane] = []
@@ -123,7 +124,7 @@ class Jobs:
 
     def _check(self, job: Job) -> None:
         """Fill ``job.pages``; an offer comes from another process, so its numbers are looked at."""
-        n_offered, n_own = len(job.offer.pages), len(self._memory)
+        n_offered, n_own = len(job.offer.pages), self._n_pages
         if len(job.take) != len(job.into) or not all(0 <= i < n_offered for i in job.take):
             raise PeerError(
                 f"{len(job.take)} pages of an offer of {n_offered} cannot be read into {len(job.into)}"
@@ -139,7 +140,7 @@ class Jobs:
         if len(sums) != len(job.offer.pages):
             raise PeerError(f"the offer has {len(sums)} checksums for {len(job.offer.pages)} pages")
         for i, page in zip(job.take, job.into):
-            if zlib.crc32(self._memory[page]) != sums[i]:
+            if zlib.crc32(self._bytes_of(page).data) != sums[i]:
                 raise PeerError("a page arrived damaged: its checksum is another")
 
 

@@ -27,7 +27,7 @@ class LocalTransport:
         self._pages = pages
         self._address = secrets.token_bytes(16)
         self._peers: dict[str, tuple[Pages, Board]] = {}
-        self._jobs = Jobs(self.kind, pages.memory)
+        self._jobs = Jobs(self.kind, pages.n_pages, pages.memory.__getitem__)
         self._lane = self._jobs.lane(self._copy)
         hub.pools[self._address] = (pages, board)
 

@@ -4,12 +4,9 @@ The pool is found through ``/proc/<pid>/fd/<n>``, which takes the rights to insp
 given to somebody else meanwhile: so the board's nonce and the file's inode are compared after mapping.
 """
 
-import fcntl
-import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -17,6 +14,7 @@ import numpy as np
 from kilat.base.errors import ConfigError, PeerError
 from kilat.kv.board import BOARD_BYTES, Board, PeerBoard
 from kilat.kv.jobs import Job, Jobs, copy_pages
+from kilat.kv.mapping import host_id, map_file
 from kilat.kv.transport import Done, Pages, compare_layout, layout_digest
 from kilat.wire.kv import Endpoint, Offer
 
@@ -60,7 +58,7 @@ class ShmTransport:
             layout=layout_digest(pages.layout),
         )
         self._peers: dict[str, _Peer] = {}
-        self._jobs = Jobs(self.kind, pages.memory)
+        self._jobs = Jobs(self.kind, pages.n_pages, pages.memory.__getitem__)
         self._lane = self._jobs.lane(self._copy)
 
     def endpoint(self) -> Endpoint:
@@ -76,8 +74,8 @@ class ShmTransport:
             raise PeerError(f"worker {worker_id} is on another host")
         size = address.n_pages * self._pages.layout.page_bytes
         try:
-            board = _map(address.pid, address.board_fd, BOARD_BYTES)
-            pool = _map(address.pid, address.pool_fd, size, inode=address.inode)
+            board = map_file(address.pid, address.board_fd, BOARD_BYTES)
+            pool = map_file(address.pid, address.pool_fd, size, inode=address.inode)
         except (OSError, ValueError) as e:
             raise PeerError(f"the pages of worker {worker_id} cannot be mapped ({type(e).__name__})") from e
         memory = np.frombuffer(pool, np.uint8).reshape(address.n_pages, -1)
@@ -107,26 +105,3 @@ class ShmTransport:
         if peer is None:
             raise PeerError(f"worker {job.offer.owner} is gone")
         copy_pages(job, peer.memory, self._pages.memory, lambda: peer.board.is_open(job.offer.move_id))
-
-
-def host_id() -> str:
-    """The boot of this machine and the space of its process ids: two processes with the same answer can map each other's memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _map(pid: int, fd: int, size: int, *, inode: int | None = None) -> mmap.mmap:
-    """Map another process's file, read only. Raises OSError or ValueError when it is not the one that is meant.
-
-    A file that can shrink under its readers would kill them (SIGBUS), so it has to be sealed against that.
-    """
-    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        stat = os.fstat(own)
-        if stat.st_size < size or (inode is not None and stat.st_ino != inode):
-            raise ValueError("another file than the one that was offered")
-        if not fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise ValueError("the memory is not sealed against shrinking")
-        return mmap.mmap(own, size, prot=mmap.PROT_READ)
-    finally:
-        os.close(own)

@@ -36,7 +36,7 @@ class TcpTransport:
         self._secret = secret
         self._server = TcpServer(pages, board, secret, host)
         self._address = TcpAddress(host, self._server.port, board.nonce, layout_digest(pages.layout))
-        self._jobs = Jobs(self.kind, pages.memory)
+        self._jobs = Jobs(self.kind, pages.n_pages, pages.memory.__getitem__)
         self._peers: dict[str, _Peer] = {}
 
     def endpoint(self) -> Endpoint:

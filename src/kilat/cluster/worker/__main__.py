@@ -5,11 +5,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import torch
 
+from kilat.base.errors import ConfigError
+from kilat.cluster.worker.engine import PoolMemory
 from kilat.cluster.worker.main import run_worker
+from kilat.cluster.worker.mover import Roads
+from kilat.cluster.worker.roads import open_roads
+from kilat.cluster.worker_config import WorkerConfig
 from kilat.engine.build import build_engine
 from kilat.engine.config import EngineConfig
 from kilat.engine.core import Engine
+from kilat.kv.board import Board
+from kilat.kv.cuda_ipc import CudaIpcTransport
 from kilat.text.tokenizer import Tokenizer
 
 
@@ -20,5 +28,17 @@ def make_engine(settings: bytes) -> Engine:
     return build_engine(config, tokenizer_json=Tokenizer.from_files(files).to_json())
 
 
+def make_roads(config: WorkerConfig, memory: PoolMemory) -> Roads:
+    """Ways for pages on a CUDA device, or else those of pages in the host's memory."""
+    if not isinstance(memory.view, torch.Tensor):
+        return open_roads(config, memory)
+    if config.transports != (CudaIpcTransport.kind,):
+        raise ConfigError(
+            f"transports are {', '.join(config.transports)}; pages of a device need cuda_ipc alone"
+        )
+    board = Board()
+    return Roads([CudaIpcTransport(memory.layout, memory.view, board)], board, memory.layout)
+
+
 if __name__ == "__main__":
-    sys.exit(run_worker(Path(sys.argv[1]), make_engine))
+    sys.exit(run_worker(Path(sys.argv[1]), make_engine, make_roads))
