@@ -72,9 +72,12 @@ class Metronome:
     def has_work(self) -> bool:
         return len(self._seqs) == self._streams
 
-    def submit(self, record: SessionRecord) -> None:
+    def submit(self, record: SessionRecord, arrived: object = None, *, hand_over: bool = False) -> None:
         self._seqs[record.session_id] = 0
         self._next_s = time.monotonic()
+
+    def take_frozen(self) -> list[str]:
+        return []
 
     def abort(self, session_ids: Iterable[str]) -> list[SessionEvent]:
         for session_id in session_ids:

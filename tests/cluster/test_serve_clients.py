@@ -1,5 +1,7 @@
 """Clients that leave, stall, come too often or wait too long."""
 
+import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -134,3 +136,21 @@ def test_five_hundred_cancelled_requests_leave_nothing_behind(start: Start) -> N
         f"tasks, descriptors and sessions are as before: {before}, now {numbers()}",
     )
     assert text_of(ask(server)) == "fine"
+
+
+def test_thousand_streams_at_once_lose_nothing(start: Start, streams: Streams) -> None:
+    server = start(workers=2, engine={"max_num_seqs": 1024, "step_s": 0.2})
+    eventually(lambda: server.metric("kilat_worker_up") == 2, "both workers are there")
+    expected = text_of(ask(server, "tell me", max_tokens=40, seed=1, temperature=0))
+    body = {"prompt": "tell me", "max_tokens": 40, "seed": 1, "temperature": 0, "stream": True}
+    before = server.metric("process_resident_memory_bytes")
+    many = [streams(server, body) for _ in range(1000)]
+    eventually(lambda: server.metric("kilat_requests_open") >= 900, "they are open together")
+    for stream in many:
+        data = stream.read_to_end()
+        assert errors_in(data) == [] and b"[DONE]" in data
+        found = re.findall(rb'"text":"((?:[^"\\\\]|\\\\.)*)"', data)
+        assert "".join(json.loads(b'"' + f + b'"') for f in found) == expected
+    assert server.metric("process_resident_memory_bytes") - before < 200 * 2**20
+    eventually(lambda: server.metric("kilat_requests_open") == 0, "all are over")
+    assert server.metric("kilat_session_retries_total") == 0

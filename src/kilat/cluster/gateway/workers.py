@@ -7,8 +7,10 @@ from kilat.policy.route.loads import Loads
 from kilat.policy.route.views import WorkerView
 from kilat.wire.messages import Hello, Status
 
-RATE_WEIGHT = 0.3
-MIN_RATE_TOKENS = 32
+STEP_WEIGHT = 0.3
+PROMPT_KEPT = 0.98
+MIN_RATE_TOKENS = 64
+"""Of prompt, before a rate is believed."""
 
 
 class WorkerState:
@@ -27,8 +29,9 @@ class WorkerState:
         self.heard_at_s = now_s
         self.fatal: str | None = None
         self.retiring = False
-        self.prefill_tokens_per_s = 0.0
         self.step_s = 0.0
+        self._prompt_tokens = 0.0
+        self._prompt_s = 0.0
 
     @property
     def takes_sessions(self) -> bool:
@@ -58,12 +61,20 @@ class WorkerState:
         n_prompt = grown(names.PROMPT_TOKENS) - grown(names.PREFIX_HIT_TOKENS)
         if n_steps <= 0 or seconds <= 0:
             return
-        if n_prompt <= 0:
-            self.step_s = _mixed(self.step_s, seconds / n_steps)
-        elif n_prompt >= MIN_RATE_TOKENS:
-            # Prompts are counted when they are admitted, so one window says little; the mean over several is what is used.
-            prefill_s = max(seconds - (n_steps - 1) * self.step_s, 0.1 * seconds)
-            self.prefill_tokens_per_s = _mixed(self.prefill_tokens_per_s, n_prompt / prefill_s)
+        if n_prompt <= 0 and grown(names.OUTPUT_TOKENS) >= n_steps:
+            step_s = seconds / n_steps
+            self.step_s += (step_s - self.step_s) * (STEP_WEIGHT if self.step_s else 1.0)
+        else:
+            # A prompt is counted when it is admitted and computed over the next windows: only sums over many say something.
+            self._prompt_tokens = self._prompt_tokens * PROMPT_KEPT + max(n_prompt, 0.0)
+            self._prompt_s = self._prompt_s * PROMPT_KEPT + max(seconds - n_steps * self.step_s, 0.0)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens per second of computing them, 0 while not known."""
+        if self._prompt_tokens < MIN_RATE_TOKENS or self._prompt_s <= 0:
+            return 0.0
+        return self._prompt_tokens / self._prompt_s
 
     def view(self, loads: Loads) -> WorkerView:
         """For the router. Pages come from its last status, load from what was given to it since."""
@@ -167,7 +178,3 @@ class Workers:
                 before = total.get(name, 0.0)
                 total[name] = max(before, value) if name == names.STEP_AGE else before + value
         return total
-
-
-def _mixed(before: float, value: float) -> float:
-    return value if before == 0 else before + RATE_WEIGHT * (value - before)
