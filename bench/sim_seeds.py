@@ -59,7 +59,7 @@ class Tally:
             for edge in range(worker.edges):
                 for freeze_s in FREEZES_S:
                     what = f"seed {seed}, {name} at edge {edge}, freeze {freeze_s}"
-                    self.run(seed, Faults(Weather(), {name: Fault(edge, freeze_s)}), what)
+                    self.run(seed, Faults(Weather(), {f"{name}.0": Fault(edge, freeze_s)}), what)
 
 
 def main() -> int:

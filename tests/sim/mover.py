@@ -43,10 +43,22 @@ class SimTransport:
         ticket, pages = self._n, [offer.pages[i] for i in take]
         seconds = len(pages) * self._worker.shape.page_move_s
         late = seconds > deadline_s
+        until_s = self._worker.agenda.now_s + deadline_s
         self._worker.agenda.after(
-            deadline_s if late else seconds, lambda: self._end(ticket, offer, pages, list(into), late)
+            deadline_s if late else seconds, lambda: self._look(ticket, offer, pages, list(into), until_s)
         )
         return ticket
+
+    def _look(self, ticket: int, offer: Offer, pages: list[int], into: list[int], until_s: float) -> None:
+        """The bytes could be here now; over a socket a peer that stands still sends none."""
+        agenda, owner = self._worker.agenda, self._worker.peer(offer.owner)
+        late = agenda.now_s >= until_s
+        if self._worker.shape.owner_sends and owner is not None and not late:
+            wait_s = min(owner.frozen_until_s, until_s) - agenda.now_s
+            if wait_s > 0:
+                agenda.after(wait_s, lambda: self._look(ticket, offer, pages, into, until_s))
+                return
+        self._end(ticket, offer, pages, into, late)
 
     def _end(self, ticket: int, offer: Offer, pages: list[int], into: list[int], late: bool) -> None:
         """The bytes have moved while the worker did other things, or stood still."""
@@ -59,6 +71,9 @@ class SimTransport:
             why = "the peer is gone"
         else:
             why = "" if owner.mover._roads.board.covers(offer.move_id, pages) else WITHDRAWN
+        if self._worker.alive:
+            reserved = set(self._worker.scheduler._roster.pins)
+            assert reserved.issuperset(into), "a read writes pages that are not reserved any more"
         mine = self._worker.runner.pages
         if mine is not None:
             theirs = owner.runner.pages if owner is not None and not why else None

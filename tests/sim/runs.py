@@ -36,7 +36,12 @@ def shape(rng: random.Random) -> WorkerShape:
         max_waiting=rng.choice((2, 64)),
         depth=rng.choice((1, 2)),
     )
-    return WorkerShape(config, StepCost(0.01, 0.0005, 0.0005), page_move_s=rng.choice((0.0, 0.002, 0.02)))
+    return WorkerShape(
+        config,
+        StepCost(0.01, 0.0005, 0.0005),
+        page_move_s=rng.choice((0.0, 0.002, 0.05)),
+        owner_sends=rng.random() < 0.5,
+    )
 
 
 def record(rng: random.Random, i: int, stems: list[list[int]]) -> SessionRecord:

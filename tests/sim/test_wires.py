@@ -106,7 +106,7 @@ def test_a_broken_connection_is_a_lost_worker_that_nothing_is_heard_of_any_more(
 
 
 def test_a_crashed_worker_is_missed_and_started_again_under_a_new_id():
-    cluster, ear = run(Faults(by_worker={"w": Fault(edge=12)}))
+    cluster, ear = run(Faults(by_worker={"w.0": Fault(edge=12)}))
     assert [w for _, w in ear.gone] == ["w.0"]
     assert ear.expected == ["w.0", "w.1"]
     assert cluster.n_restarts == 1 and cluster.workers["w"].alive
@@ -115,7 +115,7 @@ def test_a_crashed_worker_is_missed_and_started_again_under_a_new_id():
 
 def test_a_short_pause_only_makes_it_late():
     _, calm = run(Faults())
-    _, ear = run(Faults(by_worker={"w": Fault(edge=12, freeze_s=0.5)}))
+    _, ear = run(Faults(by_worker={"w.0": Fault(edge=12, freeze_s=0.5)}))
     assert not ear.gone and ear.tokens() == list(range(20))
     assert max(t for t, _, m in ear.heard if isinstance(m, wire.StepEvents)) > 0.4 + max(
         t for t, _, m in calm.heard if isinstance(m, wire.StepEvents)
@@ -123,7 +123,7 @@ def test_a_short_pause_only_makes_it_late():
 
 
 def test_a_worker_that_stands_still_too_long_is_taken_for_dead_and_ended():
-    cluster, ear = run(Faults(by_worker={"w": Fault(edge=12, freeze_s=30.0)}), seconds=40.0)
+    cluster, ear = run(Faults(by_worker={"w.0": Fault(edge=12, freeze_s=30.0)}), seconds=40.0)
     assert [w for _, w in ear.gone] == ["w.0"]
     assert cluster.workers["w"].worker_id == "w.1"
 

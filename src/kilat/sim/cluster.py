@@ -124,19 +124,20 @@ class Cluster:
     def _start(self, name: str) -> None:
         life = self._n_lives[name] = self._n_lives.get(name, -1) + 1
         self.n_restarts += life > 0
+        worker_id = f"{name}.{life}"
         worker = SimWorker(
-            f"{name}.{life}",
+            worker_id,
             self.shape,
             self.agenda,
             self._from_worker,
             self._find,
             self.make_mover,
-            self.faults.by_worker.get(name) if life == 0 else None,
+            self.faults.by_worker.get(worker_id),
         )
         worker.on_crash = lambda w: self._ended(name, w)
         worker.on_freeze = lambda w, seconds: self._frozen(name, w, seconds)
-        self.workers[name] = self._by_id[worker.worker_id] = worker
-        self.control.expect(worker.worker_id, name, self.weights[name], self.agenda.now_s)
+        self.workers[name] = self._by_id[worker_id] = worker
+        self.control.expect(worker_id, name, self.weights[name], self.agenda.now_s)
 
     def _find(self, worker_id: str) -> SimWorker | None:
         worker = self._by_id.get(worker_id)

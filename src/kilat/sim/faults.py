@@ -29,7 +29,7 @@ class Weather:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """``by_worker``: fault of the first life of a worker, by its name."""
+    """``by_worker``: fault of one life of a worker, by its id: ``p0.0`` is the first life of ``p0``, ``p0.1`` the next."""
 
     weather: Weather = field(default_factory=Weather)
     by_worker: dict[str, Fault] = field(default_factory=dict)
@@ -45,11 +45,11 @@ def draw_faults(rng: random.Random, names: list[str]) -> Faults:
         stray=rng.choice((0.0, 0.0, 0.2)),
     )
     by_worker: dict[str, Fault] = {}
-    for name in names:
+    for worker_id in [f"{name}.{life}" for name in names for life in (0, 1)]:
         kind = rng.random()
         edge = int(rng.expovariate(1 / 60))
         if kind < 0.25:
-            by_worker[name] = Fault(edge)
+            by_worker[worker_id] = Fault(edge)
         elif kind < 0.45:
-            by_worker[name] = Fault(edge, rng.choice((0.05, 0.5, 3.0)))
+            by_worker[worker_id] = Fault(edge, rng.choice((0.05, 0.5, 3.0)))
     return Faults(weather, by_worker)

@@ -30,12 +30,13 @@ class Crashed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WorkerShape:
-    """What all workers of a cluster have in common. ``page_move_s``: time to read one page from a peer. ``content``: whether pages hold
-    tokens (see ``Runner``)."""
+    """What all workers of a cluster have in common. ``page_move_s``: time to read one page from a peer, which ``owner_sends`` says takes
+    the owner's help (a socket) or none (shared memory). ``content``: whether pages hold tokens (see ``Runner``)."""
 
     scheduler: SchedulerConfig
     cost: StepCost = field(default_factory=StepCost)
     page_move_s: float = 0.0002
+    owner_sends: bool = False
     content: bool = True
 
 
