@@ -1,6 +1,6 @@
 """The engine on one CUDA device with random weights: decode steps by rows, time to first token, offline throughput, interference.
 
-    python bench/bench_gpu_engine.py bench/shapes/llama31-8b [--quick] [--out FILE.json]
+    python bench/bench_gpu_engine.py bench/shapes/llama31-8b [--cases decode,ttft] [--out FILE.json]
 
 Everything runs through ``Engine.submit`` and ``Engine.step``, as a worker does it. Prints a table, writes JSON.
 """
@@ -10,9 +10,13 @@ import json
 import platform
 import subprocess
 import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from kilat.base import metrics
 from kilat.engine.build import build_engine
@@ -70,6 +74,66 @@ def decode_steps(engine: Engine, rows: int, context: int, n_steps: int) -> dict:
     }
 
 
+def device_use(engine: Engine, rows: int, context: int, bandwidth: float) -> dict:
+    """Of 20 decode steps under a profiler: the share of the time in which a kernel runs, the kernels that take most, and the bytes that a
+    step must read (weights, keys and values) over what a copy moves in the time of a step."""
+    names = [f"u{rows}-{i}-{time.time()}" for i in range(rows)]
+    for name in names:
+        submit(engine, name, context, 4000)
+    speaking: set[str] = set()
+    while len(speaking) < rows:
+        speaking |= {e.session_id for e in engine.step()}
+    for _ in range(20):
+        engine.step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(20):
+            engine.step()
+        torch.cuda.synchronize()
+    tokens = sum(len(engine.scheduler.export(n).output_ids) for n in names) + rows * context
+    engine.abort(names)
+    drain(engine)
+    spans = sorted(
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in trace.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    )
+    busy, end, by_name = 0.0, spans[0][0], Counter()
+    for start, stop, name in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+        by_name[name[:40]] += stop - start
+    wall_us = end - spans[0][0]
+    ledger = engine.info.ledger_bytes
+    page_bytes = ledger["pages"] / (engine.info.n_pages + 1)
+    read = ledger["weights"] + tokens / engine.info.page_tokens * page_bytes
+    return {
+        "rows": rows,
+        "busy_share": busy / wall_us,
+        "step_ms": wall_us / 20e3,
+        "host_wall_ms": (time.perf_counter() - begin) * 1e3,
+        "read_gb": read / 1e9,
+        "share_of_copy_bandwidth": read / bandwidth / (wall_us / 20e6),
+        "kernels_ms": {k: round(v / 20e3, 3) for k, v in by_name.most_common(8)},
+    }
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second that a large copy on the device reads and writes."""
+    a = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    times = []
+    for _ in range(6):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        b.copy_(a)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return 2 * len(a) / median(times) * 1e3
+
+
 def first_token(engine: Engine, n_prompt: int, repeats: int) -> dict:
     """Time from submit to the first token of one prompt on an idle engine."""
     times = []
@@ -125,9 +189,10 @@ def interference(engine: Engine, rows: int, n_prompt: int) -> dict:
 def arguments() -> argparse.Namespace:
     ap = argparse.ArgumentParser()
     ap.add_argument("shape")
-    ap.add_argument("--quick", action="store_true")
     ap.add_argument("--deterministic", action="store_true")
     ap.add_argument("--quant", default="none", help="fp8: FP8 block weights")
+    ap.add_argument("--kv-dtype", default="auto", help="fp8: pages in e4m3")
+    ap.add_argument("--cases", default="decode,use,ttft,interference,offline")
     ap.add_argument("--step-tokens", type=int, default=8192)
     ap.add_argument("--target-step-s", type=float, default=60.0, help="0.02 for the interference case")
     ap.add_argument("--out", default="")
@@ -150,6 +215,7 @@ def main() -> None:
             max_waiting=100_000,
             prefix_cache=False,
             quant=a.quant,
+            kv_dtype=a.kv_dtype,
             target_step_s=a.target_step_s,
         )
     )
@@ -169,17 +235,21 @@ def main() -> None:
     drain(engine)
     out["first_token_s"] = time.perf_counter() - begin
     print(json.dumps(out), flush=True)
-    out["decode"] = []
-    for rows in (1, 8, 64, 256):
-        out["decode"].append(decode_steps(engine, rows, 512, 100 if rows < 256 else 60))
-        print(out["decode"][-1], flush=True)
-    out["ttft"] = [first_token(engine, n, 3) for n in (128, 1024, 8192)]
-    print(out["ttft"], flush=True)
-    if not a.quick:
-        out["interference"] = interference(engine, 64, 8192)
-        print(out["interference"], flush=True)
-        out["offline"] = [offline(engine, 256, 1024, 1024), offline(engine, 2048, 128, 128)]
-        print(out["offline"], flush=True)
+    bandwidth = out["copy_bytes_per_s"] = copy_bandwidth()
+    cases: dict[str, list[Callable[[], dict]]] = {
+        "decode": [
+            partial(decode_steps, engine, rows, 512, 100 if rows < 256 else 60) for rows in (1, 8, 64, 256)
+        ],
+        "use": [partial(device_use, engine, rows, 512, bandwidth) for rows in (1, 256)],
+        "ttft": [partial(first_token, engine, n, 3) for n in (128, 1024, 8192)],
+        "interference": [partial(interference, engine, 64, 8192)] * 2,
+        "offline": [partial(offline, engine, 256, 1024, 1024), partial(offline, engine, 2048, 128, 128)],
+    }
+    for name in a.cases.split(","):
+        out[name] = []
+        for case in cases[name]:
+            out[name].append(case())
+            print(name, out[name][-1], flush=True)
     out["host_s_per_step"] = engine.runner.run_s / max(engine.step_count, 1)
     out["counters"] = {
         k: v for k, v in engine.counters().items() if k in (metrics.STEPS, metrics.PREEMPTIONS)

@@ -41,8 +41,7 @@ class Attention:
         window: int = 0,
         kv_scale: KvScale | None = None,
     ) -> Tensor:
-        assert kv_scale is None
-        return self._run(_call(q, kv, batch, scale, window, self.exact)).out.view(q.shape[0], -1)
+        return self._run(self._call(q, kv, batch, scale, window, kv_scale)).out.view(q.shape[0], -1)
 
     def quantized(
         self,
@@ -55,14 +54,21 @@ class Attention:
         kv_scale: KvScale | None = None,
     ) -> Fp8Rows:
         """quantize_rows of the result, to the bit; by the kernel itself where every row decodes and a head is a group."""
-        assert kv_scale is None
         n_tokens, n_q, dim = q.shape
-        call = _call(q, kv, batch, scale, window, self.exact)
+        call = self._call(q, kv, batch, scale, window, kv_scale)
         if self.exact or dim != BLOCK or batch.max_q_len > call.few:
             return quantize_rows(self._run(call).out.view(n_tokens, -1))
         rows = empty_rows(n_tokens, n_q * dim, q.device)
         self._run(replace(call, out=rows.data[:n_tokens].view(n_tokens, n_q, dim), out_scale=rows.scale))
         return rows
+
+    def _call(
+        self, q: Tensor, kv: Tensor, batch: StepBatch, scale: float, window: int, kv_scale: KvScale | None
+    ) -> Call:
+        q = q.contiguous()
+        group_pad = triton.next_power_of_2(q.shape[1] // kv.shape[3])
+        few = min(max(1, 16 // group_pad), batch.max_q_len)
+        return Call(q, kv, torch.empty_like(q), batch, scale, window, few, self.exact, kv_scale)
 
     def _run(self, call: Call) -> Call:
         q, batch = call.q, call.batch
@@ -72,10 +78,3 @@ class Attention:
             if batch.max_q_len > call.few:
                 (block_rows if can_take(call) else prefill_rows)(call)
         return call
-
-
-def _call(q: Tensor, kv: Tensor, batch: StepBatch, scale: float, window: int, exact: bool) -> Call:
-    q = q.contiguous()
-    group_pad = triton.next_power_of_2(q.shape[1] // kv.shape[3])
-    few = min(max(1, 16 // group_pad), batch.max_q_len)
-    return Call(q, kv, torch.empty_like(q), batch, scale, window, few, exact)

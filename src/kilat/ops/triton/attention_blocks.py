@@ -28,7 +28,7 @@ STAGES = 2
 
 def can_take(call: Call) -> bool:
     """Whether the pages can be read by TMA as a matrix of tokens: bf16, whole tokens side by side, a head of 64 or 128 elements."""
-    if call.exact or not can_overlap() or call.q.dtype != torch.bfloat16:
+    if call.exact or not can_overlap() or call.q.dtype != torch.bfloat16 or call.kv.dtype != torch.bfloat16:
         return False
     kv, dim = call.kv, call.q.shape[2]
     page, n_kv = call.batch.page_tokens, call.n_kv

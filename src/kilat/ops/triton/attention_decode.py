@@ -12,7 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kilat.ops.triton.attention_tiles import LOG2E, Call, attend, load_part, merge, pages, store_out
+from kilat.ops.triton.attention_tiles import (
+    LOG2E,
+    Call,
+    attend,
+    head_scale,
+    load_part,
+    merge,
+    pages,
+    store_out,
+)
 from kilat.ops.triton.launch import can_overlap, let_next_start, prefetch_l2, sm_count, wait_for_previous
 
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float16: tl.float16}
@@ -56,7 +65,8 @@ def decode_rows(call: Call, done: Tensor) -> None:
     merge_apart = n_rows <= MERGE_APART_ROWS
     scale_stride = 0 if call.out_scale is None else call.out_scale.stride(0)
     _shares[(n_programs,)](
-        call.q, kv, call.out, call.out_scale, scale_stride, part, weight, done, batch.row_start, batch.kv_len, batch.page_table,
+        call.q, kv, call.out, call.out_scale, scale_stride, call.k_scale, call.v_scale, part, weight, done,
+        batch.row_start, batch.kv_len, batch.page_table,
         n_rows, batch.page_table.shape[1], kv.stride(0), kv.stride(1), call.scale * LOG2E,
         PAGE=batch.page_tokens, TOKEN_STRIDE=kv.stride(2), HEAD_STRIDE=kv.stride(3), LEAST=t.least, ROWS=rows, FEW=call.few,
         WINDOW=call.window, HKV=call.n_kv, G=call.group, G_PAD=call.group_pad, D=dim, D_PAD=d_pad, M=max(16, call.group_pad),
@@ -65,7 +75,7 @@ def decode_rows(call: Call, done: Tensor) -> None:
     )  # fmt: skip
     if merge_apart:
         _merge[(n_rows, call.n_kv)](
-            call.out, call.out_scale, scale_stride, part, weight, batch.row_start, batch.kv_len, n_rows, n_programs,
+            call.out, call.out_scale, scale_stride, call.v_scale, part, weight, batch.row_start, batch.kv_len, n_rows, n_programs,
             LEAST=t.least, ROWS=rows, FEW=call.few, WINDOW=call.window, HKV=call.n_kv, G=call.group, D=dim, D_PAD=d_pad,
             WIDTH=width, W=triton.next_power_of_2(width), TILE=t.tile, KIND=KINDS[call.q.dtype],
             PDL=pdl, num_warps=4, launch_pdl=pdl,
@@ -89,8 +99,9 @@ def _fetch(
     at = begin + tl.arange(0, AHEAD)
     page = tl.load(table_ptr + at // PAGE, mask=at < kv_len, other=0)
     place = kv_ptr + page.to(tl.int64) * page_stride + (at % PAGE) * TOKEN_STRIDE
-    prefetch_l2(place, D * 2)
-    prefetch_l2(place + kv_stride, D * 2)
+    SIZE: tl.constexpr = D * kv_ptr.dtype.element_ty.primitive_bitwidth // 8
+    prefetch_l2(place, SIZE)
+    prefetch_l2(place + kv_stride, SIZE)
 
 
 @triton.jit
@@ -112,7 +123,7 @@ def _line(
 
 @triton.jit(do_not_specialize=["n_rows", "table_width", "scale_stride"])
 def _shares(
-    q_ptr, kv_ptr, out_ptr, scale_ptr, scale_stride, part_ptr, weight_ptr, done_ptr, row_start_ptr, kv_len_ptr, table_ptr,
+    q_ptr, kv_ptr, out_ptr, scale_ptr, scale_stride, k_scale_ptr, v_scale_ptr, part_ptr, weight_ptr, done_ptr, row_start_ptr, kv_len_ptr, table_ptr,
     n_rows, table_width, page_stride, kv_stride, scale,
     PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, LEAST: tl.constexpr,
     ROWS: tl.constexpr, FEW: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr,
@@ -164,7 +175,7 @@ def _shares(
         acc, top, total = attend(
             tl.zeros((M, D_PAD), tl.float32), tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32),
             q, kv_len - n + query, pages(table, first, end, PAGE, TILE), first, end, table,
-            kv_ptr + head * HEAD_STRIDE, page_stride, kv_stride, scale,
+            kv_ptr + head * HEAD_STRIDE, page_stride, kv_stride, scale * head_scale(k_scale_ptr, head),
             PAGE, TOKEN_STRIDE, D, D_PAD, TILE, WINDOW, True, STAGES,
         )  # fmt: skip
         first_program, last_program = origin // share, (origin + tiles - 1) // share
@@ -191,14 +202,14 @@ def _shares(
                         acc, top, total = merge(acc, top, total, p_acc, p_top, p_total)
         if whole:
             store_out(
-                acc / total[:, None], out_ptr, scale_ptr, scale_stride, start + query, head * G + g, real, d, HKV * G, D, q.dtype
+                acc / total[:, None] * head_scale(v_scale_ptr, head), out_ptr, scale_ptr, scale_stride, start + query, head * G + g, real, d, HKV * G, D, q.dtype
             )  # fmt: skip
         at += count
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_programs", "scale_stride"])
 def _merge(
-    out_ptr, scale_ptr, scale_stride, part_ptr, weight_ptr, row_start_ptr, kv_len_ptr, n_rows, n_programs,
+    out_ptr, scale_ptr, scale_stride, v_scale_ptr, part_ptr, weight_ptr, row_start_ptr, kv_len_ptr, n_rows, n_programs,
     LEAST: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -241,5 +252,5 @@ def _merge(
             total = total * old + tl.sum(totals * factor, 0)
             top = new_top
         store_out(
-            acc / total[:, None], out_ptr, scale_ptr, scale_stride, start + line // G, head * G + line % G, real, d, HKV * G, D, KIND
+            acc / total[:, None] * head_scale(v_scale_ptr, head), out_ptr, scale_ptr, scale_stride, start + line // G, head * G + line % G, real, d, HKV * G, D, KIND
         )  # fmt: skip

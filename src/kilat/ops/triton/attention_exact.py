@@ -9,7 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kilat.ops.triton.attention_tiles import EXACT_CUT, LOG2E, Call, attend, load_part, merge, pages
+from kilat.ops.triton.attention_tiles import (
+    EXACT_CUT,
+    LOG2E,
+    Call,
+    attend,
+    head_scale,
+    load_part,
+    merge,
+    pages,
+)
 from kilat.ops.triton.launch import can_overlap, let_next_start, sm_count, wait_for_previous
 
 TILE = 64
@@ -28,7 +37,7 @@ def decode_rows_exact(call: Call, done: Tensor) -> None:
     pdl = can_overlap()
     grid = (min(n_rows * most * call.n_kv, PROGRAMS_PER_SM * sm_count()),)
     _cut_units[grid](
-        call.q, kv, call.out, part, weight, done, batch.row_start, batch.kv_len, batch.page_table,
+        call.q, kv, call.out, call.k_scale, call.v_scale, part, weight, done, batch.row_start, batch.kv_len, batch.page_table,
         n_rows, most, batch.page_table.shape[1], kv.stride(0), kv.stride(1), call.scale * LOG2E,
         PAGE=batch.page_tokens, TOKEN_STRIDE=kv.stride(2), HEAD_STRIDE=kv.stride(3), CUT=EXACT_CUT,
         ROWS=max(16, triton.next_power_of_2(n_rows)), FEW=call.few, WINDOW=call.window, HKV=call.n_kv, G=call.group,
@@ -55,7 +64,7 @@ def _locate(at, units_of, end_of, b):
 
 @triton.jit(do_not_specialize=["n_rows", "max_cuts", "table_width"])
 def _cut_units(
-    q_ptr, kv_ptr, out_ptr, part_ptr, weight_ptr, done_ptr, row_start_ptr, kv_len_ptr, table_ptr,
+    q_ptr, kv_ptr, out_ptr, k_scale_ptr, v_scale_ptr, part_ptr, weight_ptr, done_ptr, row_start_ptr, kv_len_ptr, table_ptr,
     n_rows, max_cuts, table_width, page_stride, kv_stride, scale,
     PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, CUT: tl.constexpr,
     ROWS: tl.constexpr, FEW: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr,
@@ -94,7 +103,7 @@ def _cut_units(
         acc, top, total = attend(
             tl.zeros((M, D_PAD), tl.float32), tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32),
             q, kv_len - n + query, pages(table, first, kv_len, PAGE, TILE), first, tl.minimum(first + CUT, kv_len),
-            table, kv_ptr + head * HEAD_STRIDE, page_stride, kv_stride, scale,
+            table, kv_ptr + head * HEAD_STRIDE, page_stride, kv_stride, scale * head_scale(k_scale_ptr, head),
             PAGE, TOKEN_STRIDE, D, D_PAD, TILE, WINDOW, True, STAGES,
         )  # fmt: skip
         last = n_cuts == 1
@@ -115,7 +124,8 @@ def _cut_units(
                     part_ptr, weight_ptr, place, n_cuts, real, inside, d, STEP, M, D, D_PAD
                 )
         if last:
-            tl.store(out_ptr + q_at[:, None] + d[None, :], (acc / total[:, None]).to(q.dtype), mask=inside)
+            y = acc / total[:, None] * head_scale(v_scale_ptr, head)
+            tl.store(out_ptr + q_at[:, None] + d[None, :], y.to(q.dtype), mask=inside)
         row, cut = _locate((unit + tl.num_programs(0)) // HKV, units_of, end_of, b)
 
 

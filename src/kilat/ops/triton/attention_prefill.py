@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kilat.ops.triton.attention_tiles import EXACT_CUT, LOG2E, Call, attend, merge, pages
+from kilat.ops.triton.attention_tiles import EXACT_CUT, LOG2E, Call, attend, head_scale, merge, pages
 from kilat.ops.triton.launch import can_overlap, let_next_start, wait_for_previous
 
 
@@ -17,7 +17,7 @@ def prefill_rows(call: Call) -> None:
     # row b owns the block numbers from row_start[b] // block + b on; at most this many blocks hold queries
     grid = (n_tokens // block + n_rows, call.n_kv)
     _blocks[grid](
-        call.q, kv, call.out, batch.row_start, batch.kv_len, batch.page_table,
+        call.q, kv, call.out, call.k_scale, call.v_scale, batch.row_start, batch.kv_len, batch.page_table,
         n_rows, batch.page_table.shape[1], kv.stride(0), kv.stride(1), call.scale * LOG2E,
         PAGE=batch.page_tokens, TOKEN_STRIDE=kv.stride(2), HEAD_STRIDE=kv.stride(3), CUT=EXACT_CUT,
         ROWS=max(16, triton.next_power_of_2(n_rows)), FEW=call.few, WINDOW=call.window, HKV=call.n_kv, G=call.group,
@@ -28,7 +28,7 @@ def prefill_rows(call: Call) -> None:
 
 @triton.jit(do_not_specialize=["n_rows", "table_width"])
 def _blocks(
-    q_ptr, kv_ptr, out_ptr, row_start_ptr, kv_len_ptr, table_ptr,
+    q_ptr, kv_ptr, out_ptr, k_scale_ptr, v_scale_ptr, row_start_ptr, kv_len_ptr, table_ptr,
     n_rows, table_width, page_stride, kv_stride, scale,
     PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, CUT: tl.constexpr,
     ROWS: tl.constexpr, FEW: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr,
@@ -63,6 +63,7 @@ def _blocks(
         total = tl.zeros((M,), tl.float32)
         table = table_ptr + row.to(tl.int64) * table_width
         k_ptr = kv_ptr + head * HEAD_STRIDE
+        scale = scale * head_scale(k_scale_ptr, head)
         first = lowest * 0
         if WINDOW > 0:
             first = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE
@@ -90,5 +91,5 @@ def _blocks(
                 acc, top, total, q, position, pages(table, plain, last, PAGE, TILE), plain, last, table, k_ptr, page_stride, kv_stride, scale,
                 PAGE, TOKEN_STRIDE, D, D_PAD, TILE, WINDOW, True, STAGES,
             )  # fmt: skip
-        y = acc / total[:, None]
+        y = acc / total[:, None] * head_scale(v_scale_ptr, head)
         tl.store(out_ptr + q_at[:, None] + d[None, :], y.to(q.dtype), mask=real[:, None] & (d[None, :] < D))

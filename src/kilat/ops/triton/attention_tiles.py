@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kilat.ops.batch import StepBatch
+from kilat.ops.rope_write import KvScale
 from kilat.ops.triton.fp8_rows import group_scale, to_fp8
 
 LOG2E = 1.4426950408889634
@@ -28,7 +29,16 @@ class Call:
     window: int
     few: int
     exact: bool
+    kv_scale: KvScale | None = None
     out_scale: Tensor | None = None
+
+    @property
+    def k_scale(self) -> Tensor | None:
+        return self.kv_scale.k if self.kv_scale else None
+
+    @property
+    def v_scale(self) -> Tensor | None:
+        return self.kv_scale.v if self.kv_scale else None
 
     @property
     def n_kv(self) -> int:
@@ -53,7 +63,8 @@ def attend(
     """Keys first .. last - 1 (first a multiple of TILE) for queries q [M, D_PAD] at ``position`` [M]; none sees a key past last - 1.
 
     ``page`` are the pages of the first tile's tokens. State: acc [M, D_PAD] fp32 weighted sum, top [M] maximum score so far, total [M] sum of weights; scores are in powers of two.
-    Without MASK ``last`` is a multiple of TILE and every key is visible to every query.
+    Without MASK ``last`` is a multiple of TILE and every key is visible to every query. Keys and values in e4m3 become q's dtype; their
+    scales are the caller's, see ``head_scale``.
     """
     d = tl.arange(0, D_PAD)
     # page ids are fetched one tile ahead: the loads of K and V then depend on registers only and can run several tiles ahead
@@ -68,7 +79,7 @@ def attend(
             )
         else:
             k = tl.load(k_ptr + place[None, :] + d[:, None])
-        s = tl.dot(q, k, input_precision="ieee") * scale
+        s = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
         if MASK:
             seen = (at[None, :] <= position[:, None]) & (at[None, :] < last)
             if WINDOW > 0:
@@ -89,9 +100,18 @@ def attend(
             )
         else:
             v = tl.load(k_ptr + kv_stride + place[:, None] + d[None, :])
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         top = new_top
     return acc, top, total
+
+
+@triton.jit
+def head_scale(scale_ptr, head):
+    """The scale of a head's stored numbers; 1 for pages that need none."""
+    if scale_ptr is not None:
+        return tl.load(scale_ptr + head)
+    else:
+        return 1.0
 
 
 @triton.jit

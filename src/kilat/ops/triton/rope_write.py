@@ -20,8 +20,7 @@ def rope_write(
     norm: QkNorm | None = None,
     kv_scale: KvScale | None = None,
 ) -> Tensor:
-    """Contract: ops/rope_write.py, without ``kv_scale``. Batch-invariant: a head of a token is handled alone."""
-    assert kv_scale is None
+    """Contract: ops/rope_write.py. Batch-invariant: a head of a token is handled alone."""
     qkv = qkv.contiguous()
     n_tokens, dim, rotary = qkv.shape[0], heads.dim, cos_sin.shape[1]
     q = qkv.new_empty(n_tokens, heads.n_q, dim)
@@ -33,6 +32,7 @@ def rope_write(
     _rope_write[grid](
         qkv, q, kv, cos_sin, batch.positions, batch.slots,
         norm.q if norm else None, norm.k if norm else None, norm.eps if norm else 0.0,
+        kv_scale.k if kv_scale else None, kv_scale.v if kv_scale else None,
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
         PAGE=batch.page_tokens, HQ=heads.n_q, HKV=heads.n_kv, D=dim, HALF=rotary // 2,
         HALF_PAD=triton.next_power_of_2(rotary // 2), REST=rest, REST_PAD=triton.next_power_of_2(max(rest, 1)),
@@ -44,7 +44,7 @@ def rope_write(
 @triton.jit
 def _rope_write(
     qkv_ptr, q_ptr, kv_ptr, cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, eps,
-    page_stride, kv_stride, token_stride, head_stride,
+    k_scale_ptr, v_scale_ptr, page_stride, kv_stride, token_stride, head_stride,
     PAGE: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     HALF_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr, H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -96,11 +96,26 @@ def _rope_write(
     to_kv = real & (head >= HQ)
     tl.store(q_out + low, ya, mask=in_half & is_q)
     tl.store(q_out + HALF + low, yb, mask=in_half & is_q)
-    tl.store(kv_ptr + place + low, ya, mask=in_half & to_kv)
-    tl.store(kv_ptr + place + HALF + low, yb, mask=in_half & to_kv)
+    scale = head.to(tl.float32) * 0 + 1.0
+    if k_scale_ptr is not None:
+        k_scale = tl.load(k_scale_ptr + kv_head, mask=to_kv & (is_v == 0), other=1.0)
+        scale = k_scale * tl.load(v_scale_ptr + kv_head, mask=to_kv & is_v, other=1.0)
+    tl.store(kv_ptr + place + low, _stored(ya, scale, kv_ptr), mask=in_half & to_kv)
+    tl.store(kv_ptr + place + HALF + low, _stored(yb, scale, kv_ptr), mask=in_half & to_kv)
     if REST > 0:
         tl.store(q_out + 2 * HALF + far, c, mask=in_rest & is_q)
-        tl.store(kv_ptr + place + 2 * HALF + far, c, mask=in_rest & to_kv)
+        tl.store(kv_ptr + place + 2 * HALF + far, _stored(c, scale, kv_ptr), mask=in_rest & to_kv)
+
+
+@triton.jit
+def _stored(y, scale, kv_ptr):
+    """What a page keeps of y: itself, or the nearest e4m3 number to y / scale, at most 448; NaN stays NaN."""
+    if kv_ptr.dtype.element_ty == tl.float8e4nv:
+        f = y.to(tl.float32)
+        f = tl.math.div_rn(f, scale + tl.zeros_like(f))
+        return tl.where(f > 448.0, 448.0, tl.where(f < -448.0, -448.0, f)).to(tl.float8e4nv)
+    else:
+        return y
 
 
 @triton.jit
