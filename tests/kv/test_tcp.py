@@ -12,6 +12,7 @@ import pytest
 
 from kilat.base.errors import PeerError
 from kilat.kv import tcp_server
+from kilat.kv.checksum import page_checksum
 from kilat.kv.tcp import TcpAddress
 from kilat.kv.tcp_frames import MAGIC, MAX_FRAME_BYTES, Ask, Reply, Wire, framed
 from kilat.kv.transport import layout_digest
@@ -104,7 +105,7 @@ def test_idle_connection_that_was_closed_is_made_again(end: Make) -> None:
     page = color(7, 4096).tobytes()
 
     def talk(w: Wire) -> None:
-        w.send([framed(Reply(True, [tcp_server.zlib.crc32(page)])), page, framed(Reply(True))], soon())
+        w.send([framed(Reply(True, [page_checksum(color(7, 4096))])), page, framed(Reply(True))], soon())
 
     e = end("tcp")
     with fake_server(talk) as endpoint:

@@ -2,13 +2,13 @@
 
 import threading
 import time
-import zlib
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from kilat.base.errors import PeerError
+from kilat.kv.checksum import page_checksum
 from kilat.wire.kv import Endpoint
 from tests.kv.conftest import End
 from tests.kv.pools import color, make_offer, wait
@@ -218,7 +218,7 @@ def test_cancelled_read_ends_and_later_reads_go_on(end: Make, kind: str) -> None
 def test_checksums_of_an_offer_are_verified(end: Make, kind: str) -> None:
     a, b = pair(end, kind)
     a.board.open("m0", [1, 2])
-    sums = [zlib.crc32(color(p, 4096).tobytes()) for p in (1, 2)]
+    sums = [page_checksum(color(p, 4096)) for p in (1, 2)]
     b.transport.read(make_offer([1, 2], checksums=sums), [1], [0], 5.0)
     assert wait(b.transport)[0].ok
     a.pages.memory[2, 77] ^= 1

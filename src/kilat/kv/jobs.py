@@ -3,7 +3,6 @@
 import queue
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import numpy as np
 
 from kilat.base.errors import PeerError
 from kilat.base.log import get_logger
+from kilat.kv.checksum import page_checksum
 from kilat.kv.transport import CANCELLED, DEADLINE, WITHDRAWN, Done
 from kilat.wire.kv import Offer
 
@@ -140,7 +140,7 @@ class Jobs:
         if len(sums) != len(job.offer.pages):
             raise PeerError(f"the offer has {len(sums)} checksums for {len(job.offer.pages)} pages")
         for i, page in zip(job.take, job.into):
-            if zlib.crc32(self._bytes_of(page).data) != sums[i]:
+            if page_checksum(self._bytes_of(page)) != sums[i]:
                 raise PeerError("a page arrived damaged: its checksum is another")
 
 

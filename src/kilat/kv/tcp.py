@@ -1,13 +1,13 @@
 """Pages over TCP: a server for peers, and a connection with a thread of its own to each peer that is read from."""
 
 import socket
-import zlib
 from collections.abc import Sequence
 
 import msgspec
 
 from kilat.base.errors import PeerError
 from kilat.kv.board import Board
+from kilat.kv.checksum import page_checksum
 from kilat.kv.jobs import Job, Jobs, Lane
 from kilat.kv.tcp_frames import Ask, Broken, Wire, framed
 from kilat.kv.tcp_server import TcpServer
@@ -120,7 +120,7 @@ class _Peer:
             wire.receive([self._page(p) for p in into], job.left_s)
             job.n_bytes += len(into) * self._page_bytes
             for page, checksum in zip(into, reply.checksums):
-                if zlib.crc32(self._memory[page]) != checksum:
+                if page_checksum(self._memory[page]) != checksum:
                     raise PeerError("a page arrived damaged: its checksum is another")
             at += len(into)
 

@@ -44,7 +44,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Server: ``len(checksums)`` pages follow, each with its CRC-32; none when all have been sent. Not ``ok``: ``why``, and nothing follows."""
+    """Server: ``len(checksums)`` pages follow, each with its checksum; none when all have been sent. Not ``ok``: ``why``, and nothing follows."""
 
     ok: bool
     checksums: list[int] = []

@@ -3,12 +3,12 @@
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 
 from kilat.base.errors import PeerError
 from kilat.base.log import get_logger
 from kilat.kv.board import Board
+from kilat.kv.checksum import page_checksum
 from kilat.kv.tcp_frames import Check, Reply, Wire, framed
 from kilat.kv.transport import WITHDRAWN, Pages, layout_digest
 
@@ -16,7 +16,7 @@ MAX_CONNECTIONS = 256
 HANDSHAKE_S = 5.0
 STALL_S = 30.0
 """A client that takes no byte for this long is gone."""
-BATCH_BYTES = 2 << 20
+BATCH_BYTES = 1 << 20
 BATCH_PAGES = 256
 
 _log = get_logger("kv")
@@ -101,7 +101,7 @@ class TcpServer:
             if not self._board.covers(ask.move_id, asked):
                 break
             parts = [self._page(p) for p in pages]
-            sums = [zlib.crc32(part) for part in parts]
+            sums = [page_checksum(self._pages.memory[p]) for p in pages]
             wire.send([framed(Reply(True, sums)), *parts], _within(STALL_S))
         # What a page held when it was copied to the system is only known to be right if the move is still open now.
         ok = self._board.covers(ask.move_id, asked)

@@ -29,7 +29,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pages that ``owner`` keeps pinned and unchanged until the move is released or ``deadline_s`` seconds have gone by.
 
     ``pages`` are page numbers of the owner's pool; the first holds token ``first_token`` of the session, and KV is valid up to token
-    ``n_tokens`` (exclusive). ``names`` are content hashes of full pages, when they have some, ``checksums`` CRC-32 of each page or
+    ``n_tokens`` (exclusive). ``names`` are content hashes of full pages, when they have some, ``checksums`` (``kv/checksum.py``) of each page or
     empty when the transport is trusted not to change bytes. ``epoch`` is the session's.
     """
 
