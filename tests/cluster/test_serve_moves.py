@@ -118,3 +118,16 @@ def test_system_prompt_that_a_peer_has_computed_is_found(start: Start) -> None:
     queried = server.metric("kilat_prefix_queried_tokens_total")
     assert server.metric("kilat_prefix_hit_tokens_total") > 0.8 * queried
     nothing_left(server)
+
+
+def test_shares_follow_the_traffic_and_no_request_notices(start: Start) -> None:
+    targets = {"ttft_slo_s": 0.02, "tpot_slo_s": 5.0}
+    engine = {"sched": {**SCHED, "step_s": 0.01}}
+    server = start(workers=0, prefill=1, decode=2, engine=engine, **targets)
+    eventually(lambda: all_ready(server, 3), "all are ready")
+    prompts = [prompt_of(180, i) for i in range(96)]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda p: generate(server, p), prompts)) == [expected(p) for p in prompts]
+    assert "roles worker=decode-" in server.log()
+    assert sum(w["prefill_weight"] for w in server.workers().values()) > 1.0
+    nothing_left(server)

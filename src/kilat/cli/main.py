@@ -180,6 +180,16 @@ def _serve(parser: Parser) -> None:
         metavar="D",
         help="workers that go on after the first token, undisturbed by long prompts (needs --prefill)",
     )
+    for flag, text in (
+        ("--ttft-slo", "target of the time to the first token"),
+        ("--tpot-slo", "target of the time per token after it"),
+    ):
+        add(
+            flag,
+            type=number(0.1, 1e7),
+            metavar="MS",
+            help=f"{text}, in milliseconds; with both, workers' shares of prefill and decode follow the traffic",
+        )
     add("--served-model-name", metavar="NAME", help="name that clients use (default: MODEL's)")
     add(
         "--drain-timeout",

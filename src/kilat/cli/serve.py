@@ -39,6 +39,8 @@ def _config(args: argparse.Namespace, files: ModelFiles) -> ServeConfig:
         workers=workers,
         prefill=args.prefill,
         decode=args.decode,
+        ttft_slo_s=args.ttft_slo / 1e3 if args.ttft_slo is not None else None,
+        tpot_slo_s=args.tpot_slo / 1e3 if args.tpot_slo is not None else None,
         host=args.host,
         port=args.port,
         api_keys=read_keys(args.api_key, args.api_key_file),

@@ -21,6 +21,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     served_model_name    the name that clients use
     workers              workers that compute prompts and go on with them; each has an equal part of the cores
     prefill, decode      workers that mainly compute prompts, and that mainly go on with them
+    ttft_slo_s, tpot_slo_s  targets, both or none: workers' shares of the two kinds of work follow the traffic to keep them
     transports           how workers read each other's pages, best first; a lone worker needs none
     api_keys             clients must present one of these; a key ``kl_<name>_<secret>`` belongs to tenant ``<name>``
     port                 0 takes a free port, which is printed
@@ -45,6 +46,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     workers: int = 1
     prefill: int = 0
     decode: int = 0
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
     transports: tuple[str, ...] = ("shm", "tcp")
     host: str = "127.0.0.1"
     port: int = 8000
@@ -113,7 +116,13 @@ def check(config: ServeConfig) -> None:
             f"{config.prefill} prefill and {config.decode} decode workers: at least one of each is needed, "
             "or --workers that do both"
         )
+    if (config.ttft_slo_s is None) != (config.tpot_slo_s is None):
+        raise ConfigError(
+            "a target is given for one of ttft and tpot only: shares are weighed by both, so give both"
+        )
     positive = (
+        ("ttft_slo_s", 1.0 if config.ttft_slo_s is None else config.ttft_slo_s),
+        ("tpot_slo_s", 1.0 if config.tpot_slo_s is None else config.tpot_slo_s),
         ("request_timeout_s", config.request_timeout_s),
         ("max_requests", config.max_requests),
         ("max_lag_tokens", config.max_lag_tokens),

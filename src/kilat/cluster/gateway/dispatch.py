@@ -26,7 +26,7 @@ from kilat.cluster.gateway.placing import Chooser, DispatchConfig, Effects, Plac
 from kilat.cluster.gateway.sessions import Inbox, SessionTable, Slot
 from kilat.cluster.gateway.trip import Stage, Trip
 from kilat.cluster.gateway.workers import WorkerState
-from kilat.policy.route.views import Route
+from kilat.policy.route.views import Route, WorkerView
 from kilat.wire.kv import Endpoint
 from kilat.wire.messages import (
     Abort,
@@ -179,6 +179,10 @@ class Dispatcher:
         return all(worker_id not in (t.at, t.target) for t in self._placing.trips.values()) and all(
             m.owner != worker_id for m in self.moves
         )
+
+    def views(self) -> list[WorkerView]:
+        """The workers that can be given sessions, with their load of this moment."""
+        return self.workers.views(self._placing.loads)
 
     def n_sessions(self, worker_id: str) -> int:
         """Sessions that a worker has."""

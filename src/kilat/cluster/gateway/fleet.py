@@ -25,7 +25,7 @@ _log = get_logger("fleet")
 
 
 class Fleet:
-    """``on_ready`` is called whenever a worker becomes ready."""
+    """``on_ready`` is called whenever a worker becomes ready, ``on_new`` with the prompt tokens to compute of each new session."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class Fleet:
         self.workers = self.dispatcher.workers
         self.explanations = Explanations()
         self.on_ready: Callable[[Hello], None] = lambda hello: None
+        self.on_new: Callable[[int], None] = lambda n_tokens: None
         self._clock = clock
         links.on_message = self._on_message
         self.dispatcher.on_route = self._on_route
@@ -128,4 +129,6 @@ class Fleet:
             self.on_ready(message)
 
     def _on_route(self, trip: Trip, route: Route) -> None:
+        if trip.n_tries == 0:
+            self.on_new(route.why.get("tokens_left", trip.n_tokens))
         self.explanations.routed(trip, route, {w.worker_id: w.name for w in self.workers})

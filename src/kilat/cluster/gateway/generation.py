@@ -150,6 +150,14 @@ class Generation:
         self._fleet.release(self.session_ids, self.job.params.n)
 
     @property
+    def arrival_s(self) -> float:
+        return self.job.arrival_s
+
+    @property
+    def n_samples(self) -> int:
+        return len(self.samples)
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(len(p) for p in self.job.prompts)
 

@@ -21,7 +21,10 @@ from kilat.cluster.gateway.http import ABORT
 from kilat.cluster.gateway.metrics import GatewayMetrics
 from kilat.cluster.gateway.prompt import PromptBuilder
 from kilat.cluster.gateway.protocol import Common, CompletionRequest
+from kilat.cluster.gateway.roles import Roles
 from kilat.cluster.gateway.workers import WorkerState
+from kilat.policy.scale.config import ScaleConfig
+from kilat.policy.scale.roles import RoleScaler
 from kilat.wire.messages import Hello
 from kilat.wire.sampling import SamplingParams
 
@@ -58,6 +61,11 @@ class Gateway:
         self.drainer: Drainer = _cannot_drain
         self.metrics = GatewayMetrics(fleet, lambda: len(self._open))
         self._clock = time.monotonic
+        self.roles: Roles | None = None
+        if config.ttft_slo_s is not None and config.tpot_slo_s is not None:
+            scaler = RoleScaler(ScaleConfig(config.ttft_slo_s, config.tpot_slo_s))
+            self.roles = Roles(scaler, fleet.dispatcher, self._clock())
+            fleet.on_new = self.roles.routed
 
     def why_not_ready(self) -> CapacityError | None:
         """The error that a new request would get while this server cannot take any; None when it can."""
@@ -155,6 +163,8 @@ class Gateway:
         tpot_s = None
         if first is not None and last is not None and n_after_first > 0:
             tpot_s = (last - first) * len(generation.samples) / n_after_first
+        if self.roles is not None:
+            self.roles.over(generation)
         self.metrics.generated(total_s=total_s, ttft_s=ttft_s, tpot_s=tpot_s)
         event(
             _log,
@@ -177,8 +187,14 @@ class Gateway:
             await asyncio.sleep(SWEEP_S)
             now_s = self._clock()
             self.fleet.tick()
+            if self.roles is not None:
+                self._move_shares(self.roles, now_s)
             for generation, scope in list(self._open.items()):
                 self._sweep_one(generation, scope, now_s)
+
+    def _move_shares(self, roles: Roles, now_s: float) -> None:
+        for worker_id, (prefill, decode) in (roles.tick(self._open, now_s) or {}).items():
+            event(_log, "roles", worker=worker_id, prefill_weight=prefill, decode_weight=decode)
 
     def _sweep_one(self, generation: Generation, scope: Scope, now_s: float) -> None:
         if generation.inbox.error is not None:
