@@ -75,7 +75,8 @@ def _serve(
         _log.exception("a step failed")
         channel.send(Fatal(f"a step failed ({type(e).__name__}: {e})"))
         return EXIT_STEP_FAILED
-    loop.close()
+    finally:
+        loop.close()
     engine.close()
     return 0
 

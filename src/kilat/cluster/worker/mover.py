@@ -12,6 +12,7 @@ from kilat.kv.links import Links
 from kilat.kv.moves import Moves
 from kilat.kv.transport import Transport
 from kilat.policy.cache.changes import PageChanges
+from kilat.policy.sched.moves import Arrived
 from kilat.wire.kv import Endpoint, KvLayout
 from kilat.wire.messages import (
     Adopt,
@@ -27,6 +28,7 @@ from kilat.wire.messages import (
     Submit,
     ToWorker,
 )
+from kilat.wire.session import SessionRecord
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class Mover:
         self.moves = Moves()
         board = roads.board if roads and roads.transports else None
         self._offers = Offers(worker_id, engine, page_tokens, board, self.moves, send, offer_s=offer_s)
-        self._arrivals = Arrivals(engine, page_tokens, self._links, self.moves, send, submit, send_events)
+        self._arrivals = Arrivals(
+            engine, page_tokens, self._links, self.moves, send, self._start, send_events
+        )
         self._changes: PageChanges | None = None
         self._seq = 0
 
@@ -98,9 +102,13 @@ class Mover:
                 record, message.prefix, time.monotonic(), hand_over=message.hand_over, seal=True
             )
         else:
-            self._submit(record, None, message.hand_over)
-        if message.hand_over:
+            self._start(record, None, message.hand_over)
+
+    def _start(self, record: SessionRecord, arrived: Arrived | None, hand_over: bool) -> bool:
+        taken = self._submit(record, arrived, hand_over)
+        if taken and hand_over:
             self._offers.watch(record.session_id)
+        return taken
 
     def handle(self, message: ToWorker) -> None:
         """Take in a message about pages; others are none of its business."""
