@@ -14,8 +14,9 @@ EXIT_BAD_CONFIG = 78  # starting again would fail again
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the gateway is, who this worker is, and the engine's settings as JSON that its factory reads.
 
-    ``transports``: how other workers may read its pages and it theirs, best first: ``shm`` (the engine needs ``shared_pool``), ``tcp``
-    (listens on ``page_host``), ``cuda_ipc``; none for a worker that is alone. ``offer_s``: seconds that pages stay pinned for others.
+    ``transports``: how other workers may read its pages and it theirs, best first; none for a worker that is alone. ``shm`` (the engine
+    needs ``shared_pool``) and ``tcp`` (listens on ``page_host``) are for pages in the host's memory, ``cuda_ipc`` for pages on a CUDA
+    device; those that do not fit are left out. ``offer_s``: seconds that pages stay pinned for others.
     """
 
     address: str

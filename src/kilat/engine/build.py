@@ -81,7 +81,7 @@ def build_engine(
         max_model_len=choices.max_model_len,
     )
     # the page that no session owns: rows that only fill up a graph's bucket write there
-    pages = PageMemory(layout, n_pages, choices.device, shared=config.shared_pool)
+    pages = PageMemory(layout, n_pages, choices.device, shared=config.shared_pool and choices.device.type == "cpu")
     ledger.add("pages", pages.n_bytes)
     grammars = (
         GrammarCompiler(tokenizer_json, decoder.vocab_size, generation.eos_ids) if tokenizer_json else None

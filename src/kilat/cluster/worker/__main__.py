@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import msgspec
 import torch
 
-from kilat.base.errors import ConfigError
 from kilat.cluster.worker.engine import PoolMemory
 from kilat.cluster.worker.main import run_worker
 from kilat.cluster.worker.mover import Roads
-from kilat.cluster.worker.roads import open_roads
+from kilat.cluster.worker.roads import check_kinds, open_roads
 from kilat.cluster.worker_config import WorkerConfig
 from kilat.engine.build import build_engine
 from kilat.engine.config import EngineConfig
@@ -29,13 +28,10 @@ def make_engine(settings: bytes) -> Engine:
 
 
 def make_roads(config: WorkerConfig, memory: PoolMemory) -> Roads:
-    """Ways for pages on a CUDA device, or else those of pages in the host's memory."""
-    if not isinstance(memory.view, torch.Tensor):
+    """Ways for pages on a CUDA device, or else those for pages in the host's memory."""
+    if not isinstance(memory.view, torch.Tensor) or CudaIpcTransport.kind not in config.transports:
         return open_roads(config, memory)
-    if config.transports != (CudaIpcTransport.kind,):
-        raise ConfigError(
-            f"transports are {', '.join(config.transports)}; pages of a device need cuda_ipc alone"
-        )
+    check_kinds(config)
     board = Board()
     return Roads([CudaIpcTransport(memory.layout, memory.view, board)], board, memory.layout)
 

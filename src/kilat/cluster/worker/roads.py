@@ -11,22 +11,27 @@ from kilat.kv.shm import ShmTransport
 from kilat.kv.tcp import TcpTransport
 from kilat.kv.transport import Pages, Transport
 
+KINDS = ("shm", "tcp", "cuda_ipc")
+
+
+def check_kinds(config: WorkerConfig) -> None:
+    """Raises ConfigError for a transport that does not exist."""
+    for kind in config.transports:
+        if kind not in KINDS:
+            raise ConfigError(f"transport is {kind!r}; use {', '.join(KINDS)}")
+
 
 def open_roads(config: WorkerConfig, memory: PoolMemory) -> Roads:
-    """The transports that the configuration names, for pages in the host's memory.
-
-    Raises ConfigError for one that does not exist, or cannot read such pages.
-    """
-    if not isinstance(memory.view, np.ndarray):
-        raise ConfigError("pages of a device are read with the cuda_ipc transport only")
+    """The transports of the configuration that read pages in the host's memory. Raises ConfigError when one does not exist or cannot be
+    used as the engine was started."""
+    check_kinds(config)
     board = Board()
-    pages = Pages(memory.layout, memory.view, memory.fd)
-    return Roads([_open(kind, pages, board, config) for kind in config.transports], board, memory.layout)
-
-
-def _open(kind: str, pages: Pages, board: Board, config: WorkerConfig) -> Transport:
-    if kind == "shm":
-        return ShmTransport(pages, board)
-    if kind == "tcp":
-        return TcpTransport(pages, board, config.secret.encode(), host=config.page_host)
-    raise ConfigError(f"transport is {kind!r}; use shm or tcp")
+    transports: list[Transport] = []
+    if isinstance(memory.view, np.ndarray):
+        pages = Pages(memory.layout, memory.view, memory.fd)
+        for kind in config.transports:
+            if kind == "shm":
+                transports.append(ShmTransport(pages, board))
+            elif kind == "tcp":
+                transports.append(TcpTransport(pages, board, config.secret.encode(), host=config.page_host))
+    return Roads(transports, board, memory.layout)
