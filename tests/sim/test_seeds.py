@@ -63,7 +63,7 @@ def edges_of(seed: int) -> dict[str, int]:
     return {name: w.edges for name, w in c.workers.items()}
 
 
-@pytest.mark.parametrize("first, freeze_s", enumerate([None, 0.2, 3.0]))
+@pytest.mark.parametrize("first, freeze_s", list(enumerate([None, 0.2, 3.0])))
 def test_a_worker_may_end_or_stand_still_at_any_of_its_edges(first, freeze_s):
     """A quarter of the edges for each kind of fault, others for each; all of them: ``bench.sim_seeds``."""
     seed = 7

@@ -23,7 +23,7 @@ class ScaleConfig:
     act_above: float = 0.8
     ratio: float = 1.5
     patience: int = 2
-    cool_down_s: float = 5.0
+    cool_down_s: float = 3.0
 
     def __post_init__(self) -> None:
         for name in ("ttft_slo_s", "tpot_slo_s", "act_above"):
