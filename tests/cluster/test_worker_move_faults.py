@@ -18,8 +18,10 @@ from kilat.wire.messages import (
     Fetch,
     Fetched,
     Offered,
+    Ping,
     Refused,
     Release,
+    Status,
     StepEvents,
     Submit,
 )
@@ -164,6 +166,13 @@ def slow_pair(start_worker: Start) -> tuple[Worker, Worker, SlowTransport]:
     return p, d, made[0]
 
 
+def gauges(w: Worker) -> dict[str, float]:
+    """Pages by the state of their move, as a Status tells them."""
+    w.tell(Ping())
+    told = w.wait(Status).gauges
+    return {state: told[f"kilat_pages_{state}"] for state in ("offered", "moving", "quarantined")}
+
+
 def test_pages_that_may_still_be_written_are_kept_after_an_abort(
     slow_pair: tuple[Worker, Worker, SlowTransport],
 ) -> None:
@@ -179,8 +188,11 @@ def test_pages_that_may_still_be_written_are_kept_after_an_abort(
         ("s#1", "abort", 1, 0),
     ]
     assert d.n_pinned == 12
+    assert gauges(d) == {"offered": 0, "moving": 0, "quarantined": 12}
+    assert gauges(p) == {"offered": 12, "moving": 0, "quarantined": 0}
     transport.held = False
     check_clean(d)
+    assert gauges(d)["quarantined"] == 0
     assert not d.all(Fetched)
     p.tell(Release([last.offer.move_id]))
     check_clean(p)

@@ -37,6 +37,9 @@ SESSIONS_COMPILING = "kilat_sessions_compiling"
 # cluster/worker: sent with each Status
 STEPS = "kilat_steps_total"
 STEP_AGE = "kilat_step_age_seconds"
+PAGES_OFFERED = "kilat_pages_offered"
+PAGES_MOVING = "kilat_pages_moving"
+PAGES_QUARANTINED = "kilat_pages_quarantined"
 
 # cluster/gateway: of HTTP requests
 REQUESTS = "kilat_requests_total"

@@ -164,7 +164,7 @@ class WorkerLoop:
         """Copy the engine's numbers, which only this thread may ask for."""
         self._snapshot_at_s = time.monotonic()
         self._pulse.counters = self._engine.counters()
-        self._pulse.gauges = self._engine.gauges()
+        self._pulse.gauges = {**self._engine.gauges(), **self._mover.gauges()}
 
     def _hello(self) -> Hello:
         info = self._engine.info

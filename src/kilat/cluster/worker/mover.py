@@ -4,12 +4,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from kilat.base import metrics
 from kilat.cluster.worker.arrivals import Arrivals, SubmitFn
 from kilat.cluster.worker.engine import MovingEngine
 from kilat.cluster.worker.offers import Offers
 from kilat.kv.board import Board
 from kilat.kv.links import Links
-from kilat.kv.moves import Moves
+from kilat.kv.moves import Moves, State
 from kilat.kv.transport import Transport
 from kilat.policy.cache.changes import PageChanges
 from kilat.policy.sched.moves import Arrived
@@ -64,11 +65,11 @@ class Mover:
         self._send = send
         self._submit = submit
         self._links = Links(roads.transports if roads else [])
-        self.moves = Moves()
+        self._moves = Moves()
         board = roads.board if roads and roads.transports else None
-        self._offers = Offers(worker_id, engine, page_tokens, board, self.moves, send, offer_s=offer_s)
+        self._offers = Offers(worker_id, engine, page_tokens, board, self._moves, send, offer_s=offer_s)
         self._arrivals = Arrivals(
-            engine, page_tokens, self._links, self.moves, send, self._start, send_events
+            engine, page_tokens, self._links, self._moves, send, self._start, send_events
         )
         self._changes: PageChanges | None = None
         self._seq = 0
@@ -91,7 +92,7 @@ class Mover:
     @property
     def is_busy(self) -> bool:
         """Whether sessions are on their way here, or pages are pinned for others."""
-        return bool(len(self._arrivals) or len(self.moves))
+        return bool(len(self._arrivals) or len(self._moves))
 
     def submit(self, message: Submit) -> None:
         """Give a session to the engine, after its prefix has been read if it comes with one."""
@@ -151,6 +152,15 @@ class Mover:
         if self._changes:
             stored, dropped = self._changes.take()
             self._tell_pages(PagesChanged(self._seq, stored, dropped))
+
+    def gauges(self) -> dict[str, float]:
+        """Pages of this moment that others may read, that are read into, and that nobody wants any more but a read may still write."""
+        pages = self._moves.n_pages()
+        return {
+            metrics.PAGES_OFFERED: float(pages[State.OFFERED]),
+            metrics.PAGES_MOVING: float(pages[State.MOVING]),
+            metrics.PAGES_QUARANTINED: float(pages[State.QUARANTINED]),
+        }
 
     def close(self) -> None:
         """End all reads; afterwards nothing touches the pool."""
