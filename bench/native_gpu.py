@@ -31,6 +31,18 @@ MODELS = {
 }
 BITS = {"bf16": 16.0, "fp8": 8.125, "q4_0": 4.5}
 PHASES = ("qkv", "attention", "out", "gate_up", "down")
+# what the clocks of a layer lie between: inputs that are waited for, products
+SPANS = (
+    "qkv wait",
+    "qkv",
+    "attention",
+    "out wait",
+    "out",
+    "gate_up wait",
+    "gate_up",
+    "down wait",
+    "down",
+)
 PROMPT, WARM_UP = 64, 100
 
 
@@ -76,7 +88,7 @@ def time_steps(session: Session, n: int) -> list[float]:
 
 def phases(session: Session, config: Config, position: int, step_ms: float) -> dict[str, dict[str, float]]:
     """Time of each kind of phase in a step (block 0's clock, median of some steps) and the bandwidth that it comes to."""
-    n = config.layers * len(PHASES) + 4
+    n = config.layers * len(SPANS) + 4
     runs = []
     session.lib.kilat_cuda_trace(session.session, 1)
     for _ in range(9):
@@ -87,12 +99,12 @@ def phases(session: Session, config: Config, position: int, step_ms: float) -> d
     session.lib.kilat_cuda_trace(session.session, 0)
     spans = [statistics.median(column) for column in zip(*runs)]
     to_us = step_ms * 1e3 / sum(spans)
-    layered = spans[: config.layers * len(PHASES)]
-    times = {name: sum(layered[i :: len(PHASES)]) * to_us for i, name in enumerate(PHASES)}
-    times |= {"head": spans[-3] * to_us, "draw": (spans[-2] + spans[-1]) * to_us}
+    layered = spans[: config.layers * len(SPANS)]
+    times = {name: sum(layered[i :: len(SPANS)]) * to_us for i, name in enumerate(SPANS)}
+    times |= {"head wait": spans[-3] * to_us, "head": spans[-2] * to_us, "draw": spans[-1] * to_us}
     out = {}
     for name, us in times.items():
-        n_bytes = matrix_bytes(config, name) if name != "draw" else 0
+        n_bytes = matrix_bytes(config, name) if name in (*PHASES, "head") else 0
         out[name] = {
             "us": round(us, 1),
             "share": round(us / step_ms / 1e3, 4),
@@ -149,7 +161,7 @@ def show(row: dict[str, object], read_gb_s: float) -> None:
         f"{row['gb_s'] / read_gb_s:.1%} of reading  prompt 512 {row['prompt_512_ms']:.0f} ms  built in {row['build_s']:.0f} s"
     )
     for name, p in row["phases"].items():
-        print(f"      {name:>9} {p['us']:8.1f} us {p['share']:6.1%} {p['gb_s']:6.0f} GB/s")
+        print(f"      {name:>12} {p['us']:8.1f} us {p['share']:6.1%} {p['gb_s']:6.0f} GB/s")
     sys.stdout.flush()
 
 

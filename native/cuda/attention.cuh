@@ -4,8 +4,7 @@
 // gets the same bits alone and in a prompt. The block that finishes last of a token's heads adds the spans, in order.
 #pragma once
 
-#include "ptx.cuh"
-#include "step.h"
+#include "exchange.cuh"
 
 namespace kilat_cuda {
 
@@ -27,22 +26,36 @@ __device__ inline Span span_of(int position, int window, int max_splits, int spl
   return s;
 }
 
-// One warp: a head of `from` (global, bf16) normalized if `norm`, and rotated if `rope`; put(i, value rounded to bf16). All loads are
+// One warp: a head of `from` (words with a tag) normalized if `norm`, and rotated if `rope`; put(i, value rounded to bf16). All loads are
 // started before the first is used.
 template <class Put>
-__device__ inline void rotate_head(const ModelView &m, const __nv_bfloat16 *from, const __nv_bfloat16 *norm, const float *rope, Put put) {
+__device__ inline void rotate_head(const ModelView &m, const uint32_t *from, unsigned tag, const __nv_bfloat16 *norm, const float *rope,
+                                   Put put) {
   constexpr int kMost = 8;  // elements of a lane: heads of up to 256
   const int lane = threadIdx.x % 32, dim = m.head_dim, half = rope ? m.rotary / 2 : 0;
+  uint32_t words[kMost], others[kMost];
   float own[kMost], other[kMost], c[kMost], s[kMost];
 #pragma unroll
   for (int k = 0; k < kMost; ++k) {
     const int i = lane + 32 * k, j = i < half ? i : i - half;
     const bool turns = i < 2 * half;
-    own[k] = i < dim ? load_fresh_bf16(from + i) : 0;
-    other[k] = turns ? load_fresh_bf16(from + (i < half ? i + half : j)) : 0;
     c[k] = turns ? rope[j] : 1;
     s[k] = turns ? (i < half ? -rope[half + j] : rope[half + j]) : 0;
   }
+  for (Patience patience;; patience.round()) {
+    unsigned wrong = 0;
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const int i = lane + 32 * k;
+      words[k] = i < dim ? load_word(from + i) : tag;
+      others[k] = i < 2 * half ? load_word(from + (i < half ? i + half : i - half)) : tag;
+      wrong |= (words[k] ^ tag) | (others[k] ^ tag);
+    }
+    if ((wrong & 0xffffu) == 0) break;
+  }
+#pragma unroll
+  for (int k = 0; k < kMost; ++k) own[k] = number_of(words[k]), other[k] = number_of(others[k]);
+  __syncwarp();
   if (norm) {
     float squares = 0;
 #pragma unroll
@@ -68,11 +81,12 @@ struct AttentionItem {
 };
 
 // Shared memory of an item: queries fp32 [4, dim]; the pass's own keys and values bf16 [rows, dim] each; partial sums of warps.
-__device__ inline void stage_heads(const Step &step, int layer, const AttentionItem &t, float *queries, __nv_bfloat16 *keys,
-                                   __nv_bfloat16 *values) {
+__device__ inline void stage_heads(const Step &step, int layer, const AttentionItem &t, unsigned tag, float *queries,
+                                   __nv_bfloat16 *keys, __nv_bfloat16 *values) {
   const ModelView &m = step.model;
   const SessionView &s = step.session;
   const int dim = m.head_dim, warp = threadIdx.x / 32, width = (m.q_heads + 2 * m.kv_heads) * dim;
+  const uint32_t *qkv = s.qkv + int64_t(layer % 2) * kRows * width;
   const float scale = rsqrtf(float(dim)) * 1.4426950408889634f;  // the softmax is in powers of two
   const __nv_bfloat16 *norms = m.qk_norms ? m.qk_norms + int64_t(layer) * 2 * dim : nullptr;
   const int own_first = max(step.first, t.span.begin), own = max(0, t.span.end - own_first);
@@ -80,18 +94,18 @@ __device__ inline void stage_heads(const Step &step, int layer, const AttentionI
     if (task < kHeads) {
       float *to = queries + task * dim;
       if (task < t.heads)
-        rotate_head(m, s.qkv + int64_t(t.row) * width + (t.first_head + task) * dim, norms,
+        rotate_head(m, qkv + int64_t(t.row) * width + (t.first_head + task) * dim, tag, norms,
                     s.rope + int64_t(step.first + t.row) * m.rotary, [&](int i, float v) { to[i] = v * scale; });
       else
         for (int i = threadIdx.x % 32; i < dim; i += 32) to[i] = 0;
       continue;
     }
     const int position = own_first + (task - kHeads) / 2, row = position - step.first, side = (task - kHeads) % 2;
-    const __nv_bfloat16 *from = s.qkv + int64_t(row) * width + (m.q_heads + side * m.kv_heads + t.kv_head) * dim;
+    const uint32_t *from = qkv + int64_t(row) * width + (m.q_heads + side * m.kv_heads + t.kv_head) * dim;
     __nv_bfloat16 *to = (side ? values : keys) + row * dim;
     __nv_bfloat16 *page = s.kv + ((int64_t(layer) * m.kv_heads + t.kv_head) * 2 + side) * s.context * dim + int64_t(position) * dim;
     const bool write = row == t.row && t.first_head == t.kv_head * (m.q_heads / m.kv_heads);
-    rotate_head(m, from, side || !norms ? nullptr : norms + dim, side ? nullptr : s.rope + int64_t(position) * m.rotary,
+    rotate_head(m, from, tag, side || !norms ? nullptr : norms + dim, side ? nullptr : s.rope + int64_t(position) * m.rotary,
                 [&](int i, float v) {
                   const __nv_bfloat16 b = __float2bfloat16_rn(v);
                   to[i] = b;
@@ -255,29 +269,15 @@ class Attend {
   float top_[kScores], total_[kScores];
 };
 
-// Adds `n` parts (sums, then maximum and total, `stride` floats apart) of element i: the sum, maximum and total of all. Loads are
-// started sixteen parts at a time: their latency is what this costs.
-template <bool kFresh>
-__device__ inline float3 add_parts(const float *parts, int n, int stride, int dim, int i) {
-  const auto get = [&](const float *p) { return kFresh ? __ldcg(p) : *p; };
+// Adds the parts (sums, then maximum and total, `stride` floats apart) that the warps have of element i: the sum, maximum and total.
+__device__ inline float3 add_parts(const float *parts, int stride, int dim, int i) {
   float top = -INFINITY, sum = 0, total = 0;
-  for (int first = 0; first < n; first += 16) {
-    float tops[16], sums[16], totals[16], here = top;
 #pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      const float *p = parts + (first + k) * stride;
-      const bool on = first + k < n;
-      tops[k] = on ? get(p + dim) : -INFINITY, sums[k] = on ? get(p + i) : 0, totals[k] = on ? get(p + dim + 1) : 0;
-    }
+  for (int k = 0; k < kWarps; ++k) top = fmaxf(top, parts[k * stride + dim]);
 #pragma unroll
-    for (int k = 0; k < 16; ++k) here = fmaxf(here, tops[k]);
-    const float keep = scaled(1, top, here);
-    sum *= keep, total *= keep, top = here;
-#pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      const float weight = scaled(1, tops[k], top);
-      sum += sums[k] * weight, total += totals[k] * weight;
-    }
+  for (int k = 0; k < kWarps; ++k) {
+    const float weight = scaled(1, parts[k * stride + dim], top);
+    sum += parts[k * stride + i] * weight, total += parts[k * stride + dim + 1] * weight;
   }
   return make_float3(sum, top, total);
 }
@@ -288,10 +288,16 @@ struct Parts {
   int at_once;
 };
 
-// An item's span: the result itself where the context is one span, else into global memory.
+// Where an item's result goes: words, or where the context has several spans, tagged sums of this span.
+struct Result {
+  uint32_t *words;
+  TaggedFloat *spans;
+  unsigned tag, span_tag;  // 16 bits; 32 bits, for a span may have been written last long ago
+};
+
 template <int kLanes>
 __device__ inline void attend_span(const Step &step, const AttentionItem &t, int layer, const float *queries, const __nv_bfloat16 *keys,
-                            const __nv_bfloat16 *values, const Parts &parts, float *spans, __nv_bfloat16 *out) {
+                                   const __nv_bfloat16 *values, const Parts &parts, const Result &result) {
   const SessionView &s = step.session;
   const int dim = step.model.head_dim, part = dim + 2, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Attend<kLanes> a(step, t, queries);
@@ -308,37 +314,71 @@ __device__ inline void attend_span(const Step &step, const AttentionItem &t, int
       for (int i = 0; i < 8; i += 2) *reinterpret_cast<float2 *>(to + lane * 8 + i) = make_float2(a.sum[h][i], a.sum[h][i + 1]);
       if (lane == 0) to[dim] = tops[h], to[dim + 1] = totals[h];
     }
-    __syncthreads();
+    sync_threads();
     for (int e = threadIdx.x; e < n * dim; e += kThreads) {
       const int h = first + e / dim, i = e % dim;
-      const float3 r = add_parts<false>(parts.at + (h - first) * kWarps * part, kWarps, part, dim, i);
+      const float3 r = add_parts(parts.at + (h - first) * kWarps * part, part, dim, i);
       if (t.span.splits == 1) {
-        out[h * dim + i] = __float2bfloat16_rn(r.x / r.z);
+        store_word(result.words + h * dim + i, r.x / r.z, result.tag);
       } else {
-        float *to = spans + (t.split * kHeads + h) * part;
-        to[i] = r.x;
-        if (i == 0) to[dim] = r.y, to[dim + 1] = r.z;
+        TaggedFloat *to = result.spans + (t.split * kHeads + h) * part;
+        store_tagged(to + i, r.x, result.span_tag);
+        if (i == 0) store_tagged(to + dim, r.y, result.span_tag), store_tagged(to + dim + 1, r.z, result.span_tag);
       }
     }
-    __syncthreads();
+    sync_threads();
   }
 }
 
-// After a span is in global memory: whether it was the last one of its heads. A barrier of the block.
-__device__ inline bool is_last_span(unsigned *done, int splits) {
-  __shared__ bool last;
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(done, 1) == unsigned(splits - 1);
-    if (last) *done = 0;
-    __threadfence();
+// Adds the spans of an item's heads, in the same order on every device: the block of each span does a share of the elements. Groups of
+// kGroup lanes take elements in turn, a lane of the group one span.
+template <int kGroup>
+__device__ inline void add_spans(const Step &step, const AttentionItem &t, const Result &result) {
+  constexpr int kAtOnce = 4;
+  const int dim = step.model.head_dim, part = dim + 2, n = t.heads * dim, share = (n + t.span.splits - 1) / t.span.splits;
+  const int end = min(n, (t.split + 1) * share), group = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
+  const bool on = lane < t.span.splits;
+  for (int base = t.split * share; base < end; base += kAtOnce * (kThreads / kGroup)) {
+    TaggedFloat sum[kAtOnce], top[kAtOnce], total[kAtOnce];
+    for (Patience patience;; patience.round()) {
+      bool there = true;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int e = base + j * (kThreads / kGroup) + group;
+        const TaggedFloat *from = result.spans + (lane * kHeads + e / dim) * part;
+        sum[j] = {0, result.span_tag}, top[j] = {-INFINITY, result.span_tag}, total[j] = {0, result.span_tag};
+        if (on && e < end) sum[j] = load_tagged(from + e % dim), top[j] = load_tagged(from + dim), total[j] = load_tagged(from + dim + 1);
+        there &= sum[j].tag == result.span_tag && top[j].tag == result.span_tag && total[j].tag == result.span_tag;
+      }
+      if (there) break;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      float most = top[j].value;
+      for (int d = kGroup / 2; d > 0; d /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+      const float weight = scaled(1, top[j].value, most);
+      float x = sum[j].value * weight, all = total[j].value * weight;
+      for (int d = kGroup / 2; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d), all += __shfl_xor_sync(~0u, all, d);
+      const int e = base + j * (kThreads / kGroup) + group;
+      if (lane == 0 && e < end) store_word(result.words + e, x / all, result.tag);
+    }
   }
-  __syncthreads();
-  return last;
 }
 
-// The block's items of a layer. `work` is shared memory of `work_bytes`; ends with a barrier of the block.
-__device__ __noinline__ void attention(const Step &step, int layer, char *work, int work_bytes) {
+// Old keys and values of a span to the device's cache: they do not wait for this step.
+__device__ inline void look_ahead(const Step &step, const AttentionItem &t, const __nv_bfloat16 *page) {
+  const int dim = step.model.head_dim, n = max(0, min(t.span.end, step.first) - t.span.begin) * dim * 2;
+  const char *from = reinterpret_cast<const char *>(page + int64_t(t.span.begin) * dim);
+  const int64_t side = int64_t(step.session.context) * dim * 2;
+  for (int at = threadIdx.x * 128; at < n; at += kThreads * 128) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + side + at));
+  }
+}
+
+// The block's items of a layer, whose qkv words have the tag `tag` (of which words take 16 bits); results have tag + 1. `work` is shared memory of `work_bytes`.
+__device__ __noinline__ void attention(const Step &step, int layer, unsigned tag, char *work, int work_bytes) {
   const ModelView &m = step.model;
   const SessionView &s = step.session;
   const int dim = m.head_dim, part = dim + 2, per_kv = m.q_heads / m.kv_heads, subs = (per_kv + kHeads - 1) / kHeads;
@@ -355,23 +395,23 @@ __device__ __noinline__ void attention(const Step &step, int layer, char *work, 
     t.heads = min(kHeads, (t.kv_head + 1) * per_kv - t.first_head);
     t.span = span_of(step.first + t.row, window, s.max_splits, t.split);
     if (t.split >= t.span.splits) continue;
-    stage_heads(step, layer, t, queries, keys, values);
-    __syncthreads();
-    float *spans = s.partial + int64_t(t.row * groups + t.group) * s.max_splits * kHeads * part;
-    __nv_bfloat16 *out = s.attended + (int64_t(t.row) * m.q_heads + t.first_head) * dim;
+    look_ahead(step, t, s.kv + (int64_t(layer) * m.kv_heads + t.kv_head) * 2 * s.context * dim);
+    stage_heads(step, layer, t, tag & 0xffffu, queries, keys, values);
+    sync_threads();
+    const Result result{s.attended + ((int64_t(layer % 2) * kRows + t.row) * m.q_heads + t.first_head) * dim,
+                        s.partial + int64_t(t.row * groups + t.group) * s.max_splits * kHeads * part, (tag + 1) & 0xffffu, tag + 1};
     if (dim <= 64)
-      attend_span<8>(step, t, layer, queries, keys, values, parts, spans, out);
+      attend_span<8>(step, t, layer, queries, keys, values, parts, result);
     else if (dim <= 128)
-      attend_span<16>(step, t, layer, queries, keys, values, parts, spans, out);
+      attend_span<16>(step, t, layer, queries, keys, values, parts, result);
     else
-      attend_span<32>(step, t, layer, queries, keys, values, parts, spans, out);
-    if (t.span.splits == 1) continue;
-    if (is_last_span(s.partial_done + t.row * groups + t.group, t.span.splits))
-      for (int e = threadIdx.x; e < t.heads * dim; e += kThreads) {
-        const float3 r = add_parts<true>(spans + e / dim * part, t.span.splits, kHeads * part, dim, e % dim);
-        out[e] = __float2bfloat16_rn(r.x / r.z);
-      }
-    __syncthreads();
+      attend_span<32>(step, t, layer, queries, keys, values, parts, result);
+    // Waits for other blocks' items, of numbers less than max_splits away. A block's own are a whole grid apart, so of all items that
+    // are waited for, the one with the least number belongs to a block that does not wait.
+    if (t.span.splits > 16)
+      add_spans<32>(step, t, result);
+    else if (t.span.splits > 1)
+      add_spans<16>(step, t, result);
   }
 }
 

@@ -123,6 +123,9 @@ Step step_of(Session *s) {
 // Queues a launch; the counter of barriers is kept in step with it.
 cudaError_t queue(Session *s, Step &step, bool only_sample) {
   step.barriers = s->barriers, step.number = ++s->launches;
+  step.first_tag = s->tags, step.lockstep = s->model->lockstep;
+  // only when all words are written anew: an old tag may not come round again
+  if (!only_sample && step.first_matrix == 0) s->tags += unsigned(tags_of_pass(step));
   s->barriers += unsigned(only_sample ? barriers_of_sample(step) : barriers_of_pass(step));
   return (only_sample ? launch_sample : launch_pass)(step, s->model->blocks, s->model->shared_bytes, s->stream);
 }
@@ -242,7 +245,7 @@ extern "C" const kilat_backend *kilat_cuda_backend(void) { return &backend; }
 extern "C" void kilat_cuda_trace(kilat_device_session *s, int on) { s->view.trace = on ? s->trace : nullptr; }
 
 extern "C" int kilat_cuda_trace_read(kilat_device_session *s, long long *out, int capacity) {
-  const int n = std::min(capacity, s->model->view.layers * 5 + 4);  // of a greedy step
+  const int n = std::min(capacity, s->model->view.layers * 9 + 4);  // of a step of one token
   if (cudaStreamSynchronize(s->stream) != cudaSuccess) return 0;
   return cudaMemcpy(out, s->trace, n * sizeof(long long), cudaMemcpyDeviceToHost) == cudaSuccess ? n : 0;
 }

@@ -11,8 +11,11 @@ passed() { echo "== $1 after $(($(date +%s) - began)) s"; }
 # the path without bulk copies, which older devices take, is checked here too
 FLAGS=-DKILAT_NO_BULK sh native/cuda/build.sh build/native/no_bulk/libkilat_cuda.so &
 no_bulk=$!
+for n in 2 3; do
+  FLAGS=-DKILAT_IN_FLIGHT=$n sh native/cuda/build.sh "build/native/in_flight_$n/libkilat_cuda.so" &
+done
 sh native/cuda/build.sh || exit 1
-wait "$no_bulk" || exit 1
+wait
 passed "built"
 timeout 120 python3 -m pytest -q --maxfail 6 --tb short -m gpu -p no:cacheprovider --timeout 100 tests/native/test_cuda_step.py 2>&1 | tail -60
 passed "checked"
@@ -20,3 +23,7 @@ timeout 100 python3 bench/native_gpu.py --out "$out/native_gpu.json"
 passed "measured"
 timeout 60 python3 bench/native_gpu.py --models 1b --formats bf16 --steps 300 --library build/native/no_bulk/libkilat_cuda.so
 passed "measured without bulk copies"
+for n in 2 3; do
+  timeout 60 python3 bench/native_gpu.py --models 1b 8b --formats bf16 --steps 300 --library build/native/in_flight_$n/libkilat_cuda.so
+done
+passed "measured with more chunks in flight"

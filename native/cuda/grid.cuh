@@ -1,12 +1,9 @@
 // grid.cuh: barriers of the grid, and sums over a block.
 #pragma once
 
-#include "ptx.cuh"
-#include "step.h"
+#include "exchange.cuh"
 
 namespace kilat_cuda {
-
-constexpr unsigned kMostPolls = 1u << 23;
 
 // Barriers of one launch. The counter in memory only grows (and wraps); the host knows where it stands when a launch begins.
 class Grid {
@@ -16,16 +13,14 @@ class Grid {
 
   // All threads: what any thread of the grid wrote before, every thread may read after (past L1).
   __device__ void sync() {
-    __syncthreads();
+    sync_threads();
     ++passed_;
     if (threadIdx.x == 0) {
       add_release(counter_, 1);
       const unsigned target = passed_ * gridDim.x;
-      for (unsigned polls = 0; int(load_acquire(counter_) - target) < 0; ++polls)
-        if (polls == kMostPolls) __trap();  // seconds: a block is gone, and an error is better than a device that hangs
+      for (Patience patience; int(load_acquire(counter_) - target) < 0;) patience.round();
     }
-    __syncthreads();
-    mark();
+    sync_threads();
   }
 
   // Block 0 notes its clock.
@@ -42,9 +37,9 @@ class Grid {
 template <class T>
 __device__ inline T block_sum(T value, T *scratch) {
   for (int d = 16; d > 0; d /= 2) value += __shfl_xor_sync(~0u, value, d);
-  __syncthreads();
+  sync_threads();
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
-  __syncthreads();
+  sync_threads();
   T total = 0;
   for (int i = 0; i < kWarps; ++i) total += scratch[i];
   return total;
@@ -52,9 +47,9 @@ __device__ inline T block_sum(T value, T *scratch) {
 
 __device__ inline unsigned long long block_max(unsigned long long value, unsigned long long *scratch) {
   for (int d = 16; d > 0; d /= 2) value = max(value, __shfl_xor_sync(~0u, value, d));
-  __syncthreads();
+  sync_threads();
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
-  __syncthreads();
+  sync_threads();
   unsigned long long top = 0;
   for (int i = 0; i < kWarps; ++i) top = max(top, scratch[i]);
   return top;
@@ -63,12 +58,12 @@ __device__ inline unsigned long long block_max(unsigned long long value, unsigne
 // Sum of the values of threads 0 ... this one; `scratch` is kThreads values of shared memory.
 __device__ inline unsigned long long block_scan(unsigned long long value, unsigned long long *scratch) {
   for (int d = 1; d < kThreads; d *= 2) {
-    __syncthreads();
+    sync_threads();
     scratch[threadIdx.x] = value;
-    __syncthreads();
+    sync_threads();
     if (int(threadIdx.x) >= d) value += scratch[threadIdx.x - d];
   }
-  __syncthreads();
+  sync_threads();
   return value;
 }
 

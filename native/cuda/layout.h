@@ -15,10 +15,12 @@ namespace kilat_cuda {
 
 enum Format : int { kBf16 = 0, kFp8 = 1, kQ4 = 2, kQ4Min = 3 };
 
-constexpr int kWarps = 16;
+constexpr int kWarps = 8;  // that compute
 constexpr int kThreads = kWarps * 32;
+constexpr int kBlockThreads = kThreads + 32;  // and one that brings the weights
 constexpr int kTileRows = 16;
 constexpr int kUnitColumns = 64;
+constexpr int kMostHidden = kThreads * 4 * 8;  // what the registers of a block hold of a vector
 constexpr int kRows = 8;  // tokens that one pass over the weights can serve: the columns of the product instruction
 
 // Bytes of a unit's numbers, and of the scales that lie behind the numbers of its chunk.
@@ -33,7 +35,7 @@ __host__ __device__ constexpr int unit_bytes(int format) { return number_bytes(f
 
 // Units of a whole chunk, as a power of two; a tile's last chunk may have fewer. `narrow` models have small slots.
 __host__ __device__ constexpr int chunk_shift(int format, bool narrow) {
-  return format == kBf16 ? (narrow ? 0 : 1) : format == kFp8 ? (narrow ? 1 : 2) : 2;
+  return format == kBf16 ? (narrow ? 1 : 2) : format == kFp8 ? (narrow ? 2 : 3) : 3;
 }
 
 // A matrix. Of its tiles every block has `share`, and `extra` blocks have one more.

@@ -66,11 +66,11 @@ class Builder {
     const int64_t attended = d_.q_heads * d_.head_dim;
     if (d_.dtype != KILAT_DTYPE_BF16)
       return kilat_fail(f_, KILAT_UNSUPPORTED, "a CUDA device computes in bf16, the model's dtype is fp32: ask for bf16, or take the CPU");
-    if (d_.head_dim % 8 || d_.head_dim > 256 || d_.hidden % 8 || d_.hidden > kThreads * 8 * 4 || d_.inner % 8 || attended % 8)
+    if (d_.head_dim % 8 || d_.head_dim > 256 || d_.hidden % 8 || d_.hidden > kMostHidden || d_.inner % 8 || attended % 8)
       return kilat_fail(f_, KILAT_UNSUPPORTED,
                         "the CUDA kernels take heads of at most 256 elements, a hidden size of at most %d, all sizes multiples of 8; got "
                         "head_dim %lld, hidden %lld, inner %lld",
-                        kThreads * 8 * 4, (long long)d_.head_dim, (long long)d_.hidden, (long long)d_.inner);
+                        kMostHidden, (long long)d_.head_dim, (long long)d_.hidden, (long long)d_.inner);
     return KILAT_OK;
   }
 
@@ -101,6 +101,7 @@ class Builder {
     v_.shape[kGateUp] = shape_of(2 * d_.inner, d_.hidden, m_.blocks);
     v_.shape[kDown] = shape_of(d_.hidden, d_.inner, m_.blocks);
     v_.shape[kHead] = shape_of(d_.vocab, d_.hidden, m_.blocks);
+    m_.lockstep = v_.shape[kGateUp].share == 0;
     v_.layers = int(d_.n_layers), v_.hidden = int(d_.hidden), v_.inner = int(d_.inner), v_.vocab = int(d_.vocab);
     v_.q_heads = int(d_.q_heads), v_.kv_heads = int(d_.kv_heads), v_.head_dim = int(d_.head_dim), v_.rotary = int(d_.rotary);
     m_.frequencies.assign(d_.inverse_frequencies, d_.inverse_frequencies + d_.rotary / 2);
@@ -132,10 +133,10 @@ class Builder {
     const int attention = 4 * dim * 4 + 2 * kRows * dim * 2 + kWarps * (dim + 2) * 4;
     m_.work_bytes = (std::max({vector, attention, 16 * 1024}) + 127) / 128 * 128;
     const int table = int(formats_.size() * sizeof(MatrixPlace)), left = shared_limit_ - m_.work_bytes - table;
-    m_.slots = std::min(most_slots_, left / (kWarps * (m_.slot_bytes + 8)));
+    m_.slots = std::min(most_slots_, left / (kWarps * (m_.slot_bytes + 16)));
     if (m_.slots < 2)
       return kilat_fail(f_, KILAT_UNSUPPORTED, "the device's %d bytes of shared memory are too few for an inner size of %d", shared_limit_, v_.inner);
-    m_.shared_bytes = m_.work_bytes + table + m_.slots * kWarps * (m_.slot_bytes + 8);
+    m_.shared_bytes = m_.work_bytes + table + m_.slots * kWarps * (m_.slot_bytes + 16);
     const cudaError_t error = prepare_kernels(m_.shared_bytes);
     return error == cudaSuccess ? KILAT_OK : fail_cuda(f_, error, "kernels for this device");
   }

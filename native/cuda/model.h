@@ -12,6 +12,7 @@ struct kilat_device_model {
   kilat_cuda::ModelView view{};
   char *arena = nullptr;
   int64_t weight_bytes = 0, embedding_bytes = 0, table_bytes = 0;
+  int lockstep = 0;                // a block may have no tile of a layer's largest matrix
   int slots = 0, slot_bytes = 0, work_bytes = 0, shared_bytes = 0;
   char kernels[48] = "";
   std::vector<float> frequencies;  // of the rotation, [rotary / 2]
@@ -26,12 +27,12 @@ struct kilat_device_session {
   unsigned long long *result = nullptr;  // pinned, the kernels write it
   long long *trace = nullptr;            // device, as SessionView's
   int64_t kv_bytes = 0, table_bytes = 0, activation_bytes = 0, scratch_bytes = 0;
-  unsigned barriers = 0, launches = 0;
+  unsigned barriers = 0, launches = 0, tags = 1;
 };
 
 namespace kilat_cuda {
 
-constexpr int kTraceClocks(int layers) { return layers * 8 + 32; }
+constexpr int kTraceClocks(int layers) { return layers * 12 + 32; }
 
 // Hands out pieces of one allocation. Run twice: without memory it adds up the size.
 class Carver {

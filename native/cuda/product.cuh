@@ -2,17 +2,18 @@
 //
 // The tensor cores do it: a tile is the left operand, token r is column r of the right one (a single token fills all columns). A column
 // of the result does not depend on the others, so one token and eight give the same bits. The sum of an output: a warp adds the chunks
-// j, j + 16, ... of a tile in order, then the warps' sums are added in order of j.
+// j, j + 8, ... of a tile in order, then the warps' sums are added in order of j.
 #pragma once
 
+#include "exchange.cuh"
 #include "stream.cuh"
 
 namespace kilat_cuda {
 
-// The right operand: vectors in shared memory (one), or in global memory (several).
+// The right operand: a bf16 vector in shared memory (one token), or words in global memory (several).
 struct Vectors {
   uint32_t shared;
-  const __nv_bfloat16 *global;
+  const uint32_t *global;
   int stride, rows;
 };
 
@@ -21,26 +22,38 @@ __device__ inline uint4 operand(const Vectors &x, int column) {
   const int lane = threadIdx.x % 32, at = column + lane % 4 * 8;
   if constexpr (kMany) {
     const int row = min(lane / 4, x.rows - 1);
-    return at < x.stride ? load_fresh(x.global + int64_t(row) * x.stride + at) : make_uint4(0, 0, 0, 0);
+    if (at >= x.stride) return make_uint4(0, 0, 0, 0);
+    const uint32_t *words = x.global + int64_t(row) * x.stride + at;
+    const uint4 a = load_words(words), b = load_words(words + 4);
+    return make_uint4(pair_of_words(a.x, a.y), pair_of_words(a.z, a.w), pair_of_words(b.x, b.y), pair_of_words(b.z, b.w));
   } else {
     return load_shared(x.shared + at * 2);
   }
 }
 
+// All loads of some units are started before the first product.
+template <bool kMany, int kUnits>
+__device__ inline void multiply_units_bf16(float (&sum)[4], uint32_t at, int column, const Vectors &x) {
+  float other[4] = {0, 0, 0, 0};
+  uint4 w[kUnits * 4], v[kUnits * 2];
+  at += threadIdx.x % 32 * 16;
+#pragma unroll
+  for (int i = 0; i < kUnits * 2; ++i) v[i] = operand<kMany>(x, column + i * 32);
+#pragma unroll
+  for (int i = 0; i < kUnits * 4; ++i) w[i] = load_shared(at + i * 512);
+#pragma unroll
+  for (int i = 0; i < kUnits * 2; ++i) {
+    multiply(sum, w[2 * i].x, w[2 * i].y, w[2 * i].z, w[2 * i].w, v[i].x, v[i].y);
+    multiply(other, w[2 * i + 1].x, w[2 * i + 1].y, w[2 * i + 1].z, w[2 * i + 1].w, v[i].z, v[i].w);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum[i] += other[i];
+}
+
 template <bool kMany>
 __device__ inline void multiply_bf16(float (&sum)[4], uint32_t at, int units, int column, const Vectors &x) {
-  float other[4] = {0, 0, 0, 0};
-  at += threadIdx.x % 32 * 16;
-#pragma unroll 2
-  for (int u = 0; u < units; ++u, at += 2048, column += kUnitColumns) {
-    const uint4 x0 = operand<kMany>(x, column), x1 = operand<kMany>(x, column + 32);
-    const uint4 a = load_shared(at), b = load_shared(at + 512), c = load_shared(at + 1024), d = load_shared(at + 1536);
-    multiply(sum, a.x, a.y, a.z, a.w, x0.x, x0.y);
-    multiply(other, b.x, b.y, b.z, b.w, x0.z, x0.w);
-    multiply(sum, c.x, c.y, c.z, c.w, x1.x, x1.y);
-    multiply(other, d.x, d.y, d.z, d.w, x1.z, x1.w);
-  }
-  for (int i = 0; i < 4; ++i) sum[i] += other[i];
+  for (; units >= 4; units -= 4, at += 4 * 2048, column += 4 * kUnitColumns) multiply_units_bf16<kMany, 4>(sum, at, column, x);
+  for (; units > 0; --units, at += 2048, column += kUnitColumns) multiply_units_bf16<kMany, 1>(sum, at, column, x);
 }
 
 // Two e4m3 numbers in bytes 1 and 3 of a word (or 0 and 2 after a shift) as bf16, exactly: the bits moved to their place are the
@@ -167,7 +180,7 @@ __device__ void product(const Step &step, Stream &stream, const MatrixPlace &pla
       }
       for (chunk += kWarps; chunk >= chunks; chunk -= chunks) ++tile;
     }
-    __syncthreads();
+    sync_threads();
     const auto get = [&](int local, int row, int token) {
       const float *from = work + local * tile_floats + row * kColumns + token;
       float total = 0;
@@ -175,7 +188,7 @@ __device__ void product(const Step &step, Stream &stream, const MatrixPlace &pla
       return total;
     };
     finish(first, last - first, get);
-    __syncthreads();
+    sync_threads();
   }
 }
 

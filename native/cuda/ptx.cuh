@@ -5,6 +5,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "layout.h"
+
 // Bulk copies that complete on a barrier in shared memory exist from sm_90 on; before, and with KILAT_NO_BULK, lanes copy 16 bytes each.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !defined(KILAT_NO_BULK)
 #define KILAT_BULK 1
@@ -30,13 +32,27 @@ __device__ inline void copy_bulk(uint32_t to, const void *from, int bytes, uint3
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
-__device__ inline void prefetch_bulk(const void *from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 __device__ inline uint64_t policy_read_once() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
+}
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Whether the phase of this parity has ended.
+__device__ inline bool barrier_test(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
 }
 __device__ inline void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
@@ -96,10 +112,7 @@ __device__ inline uint32_t pair_of(float lo, float hi) {
   return *reinterpret_cast<const uint32_t *>(&p);
 }
 
-// Reads of what other blocks wrote in this launch go past L1, which is not kept in step.
-__device__ inline uint4 load_fresh(const void *p) { return __ldcg(static_cast<const uint4 *>(p)); }
-__device__ inline float load_fresh_bf16(const __nv_bfloat16 *p) {
-  return __uint_as_float(uint32_t(__ldcg(reinterpret_cast<const unsigned short *>(p))) << 16);
-}
+// A barrier of the threads that compute.
+__device__ inline void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
 }  // namespace kilat_cuda

@@ -93,10 +93,10 @@ class Sampler {
     // ids are in the order of blocks; a launch has fewer blocks than a block has threads
     const unsigned long long mine = threadIdx.x < gridDim.x ? __ldcg(sums + threadIdx.x) : 0, upto = block_scan(mine, scratch_);
     scratch_[threadIdx.x] = upto;
-    __syncthreads();
+    sync_threads();
     const unsigned long long total = scratch_[kThreads - 1], before = blockIdx.x ? scratch_[blockIdx.x - 1] : 0;
     const unsigned long long end = scratch_[blockIdx.x];
-    __syncthreads();
+    sync_threads();
     // the first id whose running sum is above total * u
     const unsigned long long target = (__umul64hi(total, d.u24) << 40) | ((total * d.u24) >> 24);
     if (before <= target && target < end) find(before, target);
@@ -134,8 +134,9 @@ class Sampler {
   // Adds the block's values to bins of the upper (`known_bits` 0) or lower byte of the rank, and waits for the grid.
   template <class Value>
   __device__ void count(unsigned long long *bins, Value value, unsigned high, int known_bits) {
+    static_assert(kThreads >= 256, "a thread per bin");
     if (threadIdx.x < 256) bins_[threadIdx.x] = 0;
-    __syncthreads();
+    sync_threads();
     for (int i = threadIdx.x; i < share_.n; i += kThreads) {
       const unsigned rank = rank_of(logit(i));
       if (known_bits == 0)
@@ -143,7 +144,7 @@ class Sampler {
       else if (rank >> 8 == high)
         atomicAdd(bins_ + (rank & 255), value(i));
     }
-    __syncthreads();
+    sync_threads();
     if (threadIdx.x < 256 && bins_[threadIdx.x]) atomicAdd(bins + threadIdx.x, bins_[threadIdx.x]);
     grid_.sync();
   }
@@ -155,16 +156,16 @@ class Sampler {
     const unsigned bin = 255 - threadIdx.x % 256;
     const unsigned long long mine = threadIdx.x < 256 ? __ldcg(bins + bin) : 0, upto = block_scan(mine, scratch_);
     scratch_[threadIdx.x] = upto;
-    __syncthreads();
+    sync_threads();
     want = need(scratch_[kThreads - 1]);
-    __syncthreads();
+    sync_threads();
     if (threadIdx.x == 0) found_bin() = 0, scratch_[1] = start;
-    __syncthreads();
+    sync_threads();
     if (threadIdx.x < 256 && mine && start + upto >= want && start + upto - mine < want) found_bin() = bin, scratch_[1] = start + upto - mine;
-    __syncthreads();
+    sync_threads();
     const unsigned bin_found = unsigned(found_bin());
     above = scratch_[1];
-    __syncthreads();
+    sync_threads();
     return bin_found;
   }
   __device__ unsigned long long &found_bin() { return scratch_[0]; }

@@ -1,5 +1,6 @@
 // session.cu: buffers of one stream.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "model.h"
@@ -18,16 +19,14 @@ void carve(kilat_device_session &s, int64_t context, bool keep_layers, Carver &c
   s.kv_bytes = c.used();
   v.rope = c.take<float>(context * m.rotary);
   s.table_bytes = c.used() - s.kv_bytes;
-  v.residual = c.take<__nv_bfloat16>(kRows * m.hidden);
-  v.normed = c.take<__nv_bfloat16>(kRows * m.hidden);
-  v.qkv = c.take<__nv_bfloat16>(int64_t(kRows) * m.shape[kQkv].rows);
-  v.attended = c.take<__nv_bfloat16>(int64_t(kRows) * m.shape[kOut].columns);
-  v.gated = c.take<__nv_bfloat16>(int64_t(kRows) * m.inner);
+  for (auto [vector, n] : {std::pair{&v.entering, m.hidden}, {&v.between, m.hidden}, {&v.qkv, m.shape[kQkv].rows},
+                           {&v.attended, m.shape[kOut].columns}, {&v.gated, m.inner}})
+    *vector = c.take<uint32_t>(int64_t(2) * kRows * n);
+  v.normed = c.take<uint32_t>(kRows * m.hidden);
   v.logits = c.take<float>(int64_t(m.shape[kHead].tiles) * kTileRows);
   v.layers = keep_layers ? c.take<__nv_bfloat16>(int64_t(m.layers + 1) * m.hidden) : nullptr;
   s.activation_bytes = c.used() - s.kv_bytes - s.table_bytes;
-  v.partial = c.take<float>(kRows * groups * v.max_splits * 4 * (m.head_dim + 2));
-  v.partial_done = c.take<unsigned>(kRows * groups);
+  v.partial = reinterpret_cast<TaggedFloat *>(c.take<uint64_t>(kRows * groups * v.max_splits * 4 * (m.head_dim + 2)));
   v.tops = c.take<unsigned long long>(2 * s.model->blocks);
   v.bins = c.take<unsigned long long>(4 * 256);
   v.barrier = c.take<unsigned>(1);

@@ -1,8 +1,8 @@
-// step.cu: a whole forward pass as one kernel: as many blocks as the device has processors, in step with each other by barriers of the grid.
+// step.cu: a whole forward pass as one kernel: as many blocks as the device has processors.
 //
 // A layer is five phases: norm + QKV | rotation, pages, attention | output product + residual | norm + gate, up, SiLU | down product +
-// residual. Every phase reads all of a vector that the one before wrote in parts, hence a barrier before each; the stream of weights
-// (stream.cuh) does not notice them.
+// residual. Every phase reads all of a vector that the one before wrote in parts. One token's vectors are exchanged without barriers
+// (exchange.cuh); several tokens have barriers of the grid. The stream of weights (stream.cuh) does not notice either.
 #include "attention.cuh"
 #include "product.cuh"
 #include "sample.cuh"
@@ -11,61 +11,13 @@ namespace kilat_cuda {
 
 namespace {
 
-constexpr int kAttentionChunks = 2;  // of every warp's weights that come to the device's cache during attention
-constexpr int kVectors = 4;  // of 8 elements that a thread has of a normalized vector: hidden <= 512 * 8 * 4
+constexpr int kVectors = kMostHidden / (kThreads * 4);  // of 4 elements that a thread has of a normalized vector
 
-// A vector [n] of bf16 spread over the block, 8 elements per thread and round.
-struct Piece {
-  uint4 v[kVectors];
-
-  template <class Load>
-  __device__ void load(int n, Load from) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int at = (i * kThreads + threadIdx.x) * 8;
-      v[i] = at < n ? from(at) : make_uint4(0, 0, 0, 0);
-    }
-  }
-  template <class Store>
-  __device__ void store(int n, Store to) const {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int at = (i * kThreads + threadIdx.x) * 8;
-      if (at < n) to(at, v[i]);
-    }
-  }
-};
-
-__device__ inline uint4 load_constant(const __nv_bfloat16 *p) { return __ldg(reinterpret_cast<const uint4 *>(p)); }
-
-// x / rms(x), rounded, times weight, rounded: in place.
-__device__ void normalize(Piece &x, const Piece &weight, int n, float eps, float *scratch) {
-  float squares = 0;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    float f[8];
-    unpack(x.v[i], f);
-    for (int k = 0; k < 8; ++k) squares += f[k] * f[k];
-  }
-  const float scale = rsqrtf(block_sum(squares, scratch) / n + eps);
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    float f[8], w[8];
-    unpack(x.v[i], f);
-    unpack(weight.v[i], w);
-    for (int k = 0; k < 8; ++k) f[k] = rounded(f[k] * scale) * w[k];
-    x.v[i] = make_uint4(pair_of(f[0], f[1]), pair_of(f[2], f[3]), pair_of(f[4], f[5]), pair_of(f[6], f[7]));
-  }
-}
-
-// Eight elements of a token's embedding.
-__device__ inline uint4 embedded(const ModelView &m, int id, int at) {
-  if (m.embedding) return load_constant(m.embedding + int64_t(id) * m.hidden + at);
+// Pairs of elements of a token's embedding.
+__device__ inline uint32_t embedded(const ModelView &m, int id, int at) {
+  if (m.embedding) return __ldg(reinterpret_cast<const uint32_t *>(m.embedding + int64_t(id) * m.hidden + at));
   const char *head = m.matrices[m.layers * kLayerMatrices].at();
-  uint32_t w[4];
-  for (int i = 0; i < 4; ++i)
-    w[i] = __ldg(reinterpret_cast<const uint32_t *>(head + bf16_pair_at(m.shape[kHead].units, id, at + 2 * i)));
-  return make_uint4(w[0], w[1], w[2], w[3]);
+  return __ldg(reinterpret_cast<const uint32_t *>(head + bf16_pair_at(m.shape[kHead].units, id, at)));
 }
 
 __device__ inline const __nv_bfloat16 *norm_of(const ModelView &m, int index) {
@@ -75,79 +27,153 @@ __device__ inline const __nv_bfloat16 *norm_of(const ModelView &m, int index) {
 
 __device__ inline bool is_normed(int kind) { return kind == kQkv || kind == kGateUp || kind == kHead; }
 
-// Whatever a phase reads of this launch's vectors, into shared memory `to` (one token), zeros up to whole units.
-__device__ inline void zero_tail(__nv_bfloat16 *to, int n, int units) {
-  for (int i = n + threadIdx.x; i < units * kUnitColumns; i += kThreads) to[i] = __float2bfloat16_rn(0);
+// Tag of what the phase of a matrix writes, of which words take 16 bits; what attention writes has the one above that of the qkv matrix.
+__device__ inline unsigned tag_of(const Step &step, int index) { return step.first_tag + 2 * index; }
+
+// The words of a token that the phase of a matrix reads.
+struct Words {
+  const uint32_t *at;
+  unsigned tag;
+};
+
+__device__ inline Words words_of(const Step &step, int index, int row) {
+  const SessionView &s = step.session;
+  const int kind = kind_of(step.model, index), n = step.model.shape[kind].columns;
+  const uint32_t *base = kind == kOut ? s.attended : kind == kGateUp ? s.between : kind == kDown ? s.gated : s.entering;
+  const unsigned tag = tag_of(step, index - 1) + (kind == kOut);
+  return {base + (int64_t(index / kLayerMatrices % 2) * kRows + row) * n, tag & 0xffffu};
 }
 
-__device__ void stage_one(const Step &step, int index, const Piece &weight, __nv_bfloat16 *to, float *scratch) {
-  const ModelView &m = step.model;
-  const SessionView &s = step.session;
-  const int kind = kind_of(m, index), n = m.shape[kind].columns;
-  const auto put = [&](int at, const uint4 &v) { *reinterpret_cast<uint4 *>(to + at) = v; };
-  if (!is_normed(kind)) {
-    const __nv_bfloat16 *from = kind == kOut ? s.attended : s.gated;
-    for (int at = threadIdx.x * 8; at < n; at += kThreads * 8) put(at, load_fresh(from + at));
-  } else {
-    Piece x;
-    const __nv_bfloat16 *from = s.residual + int64_t(kind == kHead ? step.head_row : 0) * m.hidden;
-    if (index == 0) {
-      x.load(n, [&](int at) { return embedded(m, step.ids[0], at); });
-      if (blockIdx.x == 0) x.store(n, [&](int at, const uint4 &v) { *reinterpret_cast<uint4 *>(s.residual + at) = v; });
-    } else {
-      x.load(n, [&](int at) { return load_fresh(from + at); });
+// Brings a token's vector [n], once it is there, as bf16 to shared memory; each(values of four elements) on the thread that has them.
+// `waits` false: it is there, from an earlier launch.
+template <class Each>
+__device__ inline void gather(const Step &step, int index, int row, bool waits, __nv_bfloat16 *to, const Each &each) {
+  constexpr int kAtOnce = 4;
+  const int n = step.model.shape[kind_of(step.model, index)].columns;
+  const Words from = words_of(step, index, row);
+#pragma unroll 1
+  for (int first = threadIdx.x * 4; first < n; first += kAtOnce * kThreads * 4) {
+    uint4 words[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i * kThreads * 4 < n) words[i] = load_words(from.at + first + i * kThreads * 4);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = first + i * kThreads * 4;
+      if (at >= n) continue;
+      for (Patience patience; waits && !has_tag(words[i], from.tag); words[i] = load_words(from.at + at)) patience.round();
+      const uint2 pairs = make_uint2(pair_of_words(words[i].x, words[i].y), pair_of_words(words[i].z, words[i].w));
+      *reinterpret_cast<uint2 *>(to + at) = pairs;
+      each(pairs);
     }
-    if (s.layers && blockIdx.x == 0 && kind != kGateUp)
-      x.store(n, [&](int at, const uint4 &v) {
-        *reinterpret_cast<uint4 *>(s.layers + int64_t(index / kLayerMatrices) * m.hidden + at) = v;
-      });
-    normalize(x, weight, n, m.norm_eps, scratch);
-    x.store(n, put);
   }
-  zero_tail(to, n, m.shape[kind].units);
-  __syncthreads();
 }
 
-// Several tokens: block r normalizes token r into global memory.
-__device__ void stage_many(const Step &step, int index, const Piece &weight, float *scratch) {
+// The same from the embedding.
+template <class Each>
+__device__ inline void gather_embedded(const Step &step, int row, __nv_bfloat16 *to, const Each &each) {
+#pragma unroll 1
+  for (int at = threadIdx.x * 4; at < step.model.hidden; at += kThreads * 4) {
+    const uint2 pairs = make_uint2(embedded(step.model, step.ids[row], at), embedded(step.model, step.ids[row], at + 2));
+    *reinterpret_cast<uint2 *>(to + at) = pairs;
+    each(pairs);
+  }
+}
+
+// What the layer or the head that `index` begins normalizes, into shared memory: x / rms(x), rounded, times the norm's weight, rounded.
+// Threads keep to their own elements. `keep`: the vector is also written to session.layers.
+__device__ inline void normalized(const Step &step, int index, int row, bool waits, bool keep, __nv_bfloat16 *to, float *scratch) {
   const ModelView &m = step.model;
-  const SessionView &s = step.session;
   const int n = m.hidden;
+  const __nv_bfloat16 *norm = norm_of(m, index);
+  uint2 weights[kVectors];  // in registers before the vector is there
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = (i * kThreads + threadIdx.x) * 4;
+    if (at < n) weights[i] = __ldg(reinterpret_cast<const uint2 *>(norm + at));
+  }
+  float squares = 0;
+  const auto add = [&](const uint2 &p) {
+    squares += (low(p.x) * low(p.x) + high(p.x) * high(p.x)) + (low(p.y) * low(p.y) + high(p.y) * high(p.y));
+  };
+  if (index == 0)
+    gather_embedded(step, row, to, add);
+  else
+    gather(step, index, row, waits, to, add);
+  const float scale = rsqrtf(block_sum(squares, scratch) / n + m.norm_eps);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = (i * kThreads + threadIdx.x) * 4;
+    if (at >= n) continue;
+    uint2 *place = reinterpret_cast<uint2 *>(to + at);
+    const uint2 x = *place, w = weights[i];
+    if (keep) *reinterpret_cast<uint2 *>(step.session.layers + int64_t(index / kLayerMatrices) * n + at) = x;
+    *place = make_uint2(pair_of(rounded(low(x.x) * scale) * low(w.x), rounded(high(x.x) * scale) * high(w.x)),
+                        pair_of(rounded(low(x.y) * scale) * low(w.y), rounded(high(x.y) * scale) * high(w.y)));
+  }
+}
+
+// The vector of a phase of a single token as bf16 in shared memory, zeros up to whole units. Not inlined, like other parts of a pass:
+// the compiler would keep far too much of all of them in registers at once.
+__device__ __noinline__ void stage_one(const Step &step, int index, __nv_bfloat16 *to, float *scratch) {
+  const int kind = kind_of(step.model, index);
+  const Shape &shape = step.model.shape[kind];
+  if (is_normed(kind)) {
+    const bool keep = step.session.layers && blockIdx.x == 0 && kind != kGateUp;
+    normalized(step, index, kind == kHead ? step.head_row : 0, index != step.first_matrix, keep, to, scratch);
+  } else {
+    gather(step, index, 0, true, to, [](const uint2 &) {});
+  }
+  for (int i = shape.columns + threadIdx.x; i < shape.units * kUnitColumns; i += kThreads) to[i] = __float2bfloat16_rn(0);
+  sync_threads();
+}
+
+// Several tokens: block r normalizes token r into global memory, by way of shared memory at `work`.
+__device__ __noinline__ void stage_many(const Step &step, int index, __nv_bfloat16 *work, float *scratch) {
+  const int n = step.model.hidden;
   for (int row = blockIdx.x; row < step.rows; row += gridDim.x) {
-    Piece x;
-    __nv_bfloat16 *residual = s.residual + int64_t(row) * n;
-    if (index == 0) {
-      x.load(n, [&](int at) { return embedded(m, step.ids[row], at); });
-      x.store(n, [&](int at, const uint4 &v) { *reinterpret_cast<uint4 *>(residual + at) = v; });
-    } else {
-      x.load(n, [&](int at) { return load_fresh(residual + at); });
-    }
-    if (s.layers && row == step.rows - 1 && kind_of(m, index) == kQkv)
-      x.store(n, [&](int at, const uint4 &v) {
-        *reinterpret_cast<uint4 *>(s.layers + int64_t(index / kLayerMatrices) * n + at) = v;
-      });
-    normalize(x, weight, n, m.norm_eps, scratch);
-    x.store(n, [&](int at, const uint4 &v) { *reinterpret_cast<uint4 *>(s.normed + int64_t(row) * n + at) = v; });
+    const bool keep = step.session.layers && row == step.rows - 1 && kind_of(step.model, index) == kQkv;
+    normalized(step, index, row, true, keep, work, scratch);
+    sync_threads();
+    for (int i = threadIdx.x; i < n; i += kThreads) store_word(step.session.normed + int64_t(row) * n + i, __bfloat162float(work[i]), 0);
   }
 }
 
 __device__ inline float silu(float x) { return x / (1.0f + expf(-x)); }
 
+// An element of the residual stream before the phase of the output (kOut) or down matrix adds to it.
+__device__ inline float residual_of(const Step &step, int index, int token, int at) {
+  const ModelView &m = step.model;
+  if (index == kOut) {
+    const uint32_t pair = embedded(m, step.ids[token], at & ~1);
+    return at & 1 ? high(pair) : low(pair);
+  }
+  return number_of(load_word(words_of(step, index - 1, token).at + at));
+}
+
+// A phase's own rows of the residual stream, which a thread reads before the product, so that nothing waits for it after.
+struct Residual {
+  int first_tile;
+  float value;
+};
+
 // What becomes of the sums of a block's tiles first ... first + n - 1.
 template <bool kMany, class Get>
-__device__ inline void finish_tiles(const Step &step, int index, int first, int n, const Get &get) {
+__device__ inline void finish_tiles(const Step &step, int index, int first, int n, const Residual &own, const Get &get) {
   constexpr int kColumns = kMany ? kRows : 1;
   const ModelView &m = step.model;
   const SessionView &s = step.session;
   const int kind = kind_of(m, index), rows = m.shape[kind].rows, layer = index / kLayerMatrices;
+  const unsigned tag = tag_of(step, index) & 0xffffu;
   const float *bias = kind != kHead && m.biases[kind] ? m.biases[kind] + int64_t(layer) * m.shape[kind].tiles * kTileRows : nullptr;
   if (kind == kGateUp) {  // rows 0-7 of a tile are gates, rows 8-15 the ups of the same outputs
+    uint32_t *gated = s.gated + int64_t(layer % 2) * kRows * m.inner;
     for (int e = threadIdx.x; e < n * 8 * kColumns; e += kThreads) {
       const int token = e % kColumns, row = e / kColumns % 8, local = e / kColumns / 8, at = (first + local) * kTileRows + row;
       const float gate = rounded(get(local, row, token) + (bias ? bias[at] : 0));
       const float up = rounded(get(local, row + 8, token) + (bias ? bias[at + 8] : 0));
       const int out = (first + local) * 8 + row;
-      if (token < step.rows && out < m.inner) s.gated[int64_t(token) * m.inner + out] = __float2bfloat16_rn(rounded(silu(gate)) * up);
+      if (token < step.rows && out < m.inner) store_word(gated + int64_t(token) * m.inner + out, rounded(silu(gate)) * up, tag);
     }
     return;
   }
@@ -157,12 +183,13 @@ __device__ inline void finish_tiles(const Step &step, int index, int first, int 
     if (token >= step.rows || at >= rows) continue;
     const float value = rounded(get(local, row, token) + (bias ? bias[at] : 0));
     if (kind == kQkv) {
-      s.qkv[int64_t(token) * rows + at] = __float2bfloat16_rn(value);
+      store_word(s.qkv + (int64_t(layer % 2) * kRows + token) * rows + at, value, tag);
     } else if (kind == kHead) {
       s.logits[at] = value;
     } else {
-      __nv_bfloat16 *residual = s.residual + int64_t(token) * m.hidden + at;
-      *residual = __float2bfloat16_rn(load_fresh_bf16(residual) + value);
+      uint32_t *to = kind == kOut ? s.between + int64_t(layer % 2) * kRows * m.hidden : s.entering + int64_t((layer + 1) % 2) * kRows * m.hidden;
+      const bool read = !kMany && first == own.first_tile && e < kThreads;
+      store_word(to + int64_t(token) * m.hidden + at, (read ? own.value : residual_of(step, index, token, at)) + value, tag);
     }
   }
 }
@@ -175,56 +202,79 @@ __device__ inline Share share_of_block(const Step &step) {
   return {step.session.logits + first, first, min(end * kTileRows, m.vocab) - first};
 }
 
+__device__ __noinline__ void draw_next(const Step &step, Grid &grid, char *work) {
+  Sampler(step, grid, share_of_block(step), work).run();
+}
+
+// The part of a pass that the computing warps do.
 template <bool kMany>
-__global__ void __launch_bounds__(kThreads, 1) pass_kernel(const __grid_constant__ Step step) {
-  extern __shared__ __align__(128) char shared[];
-  __shared__ float scratch[32];
+__device__ inline void compute(const Step &step, const Rings &rings, const MatrixPlace *matrices, char *work, float *scratch) {
   const ModelView &m = step.model;
-  const SessionView &s = step.session;
   const int head = m.layers * kLayerMatrices, last = kMany ? head - 1 : head;
-  char *work = shared + kWarps * step.slots * step.slot_bytes;
-  char *barriers = work + step.work_bytes;
-  MatrixPlace *matrices = reinterpret_cast<MatrixPlace *>(barriers + kWarps * step.slots * 8);
-  for (int i = threadIdx.x; i <= head; i += kThreads) matrices[i] = m.matrices[i];
-  __syncthreads();
-  Stream stream(step, Cursor(step, matrices, step.first_matrix, last), shared_address(shared), shared_address(barriers));
+  Stream stream(step, rings, Cursor(step, matrices, threadIdx.x / 32, step.first_matrix, last));
   Grid grid(step);
   grid.mark();
   Turn turn(step.first_matrix);
 #pragma unroll 1
   for (int index = step.first_matrix; index <= last; ++index, turn.next()) {
     const int kind = kind_of(m, index), columns = m.shape[kind].columns;
-    Piece weight;
-    if (is_normed(kind)) weight.load(columns, [&](int at) { return load_constant(norm_of(m, index) + at); });
-    if (index != step.first_matrix) grid.sync();
-    Vectors x{shared_address(work), kind == kOut ? s.attended : kind == kDown ? s.gated : s.normed, columns, step.rows};
+    int begin, end;
+    tiles_of_rank(m.shape[kind], turn.rank(kind), begin, end);
+    Residual own{begin, 0};
+    if (!kMany && !is_normed(kind) && begin * kTileRows + int(threadIdx.x) < min(end * kTileRows, m.hidden))
+      own.value = residual_of(step, index, 0, begin * kTileRows + threadIdx.x);
+    if (index != step.first_matrix && (kMany || (step.lockstep && kind == kQkv))) grid.sync();
+    Vectors x{shared_address(work), nullptr, columns, step.rows};
     float *sums = reinterpret_cast<float *>(work);
     int sum_bytes = step.work_bytes;
     if constexpr (kMany) {
       if (is_normed(kind)) {
-        stage_many(step, index, weight, scratch);
+        stage_many(step, index, reinterpret_cast<__nv_bfloat16 *>(work), scratch);
         grid.sync();
       }
+      x.global = is_normed(kind) ? step.session.normed : words_of(step, index, 0).at;
     } else {
-      stage_one(step, index, weight, reinterpret_cast<__nv_bfloat16 *>(work), scratch);
+      stage_one(step, index, reinterpret_cast<__nv_bfloat16 *>(work), scratch);
       const int used = m.shape[kind].units * kUnitColumns * 2;
       sums += used / 4, sum_bytes -= used;
     }
-    int begin, end;
-    tiles_of_rank(m.shape[kind], turn.rank(kind), begin, end);
+    grid.mark();
     product<kMany>(step, stream, matrices[index], m.shape[kind], begin, end, x, sums, sum_bytes,
-                   [&](int first, int n, const auto &get) { finish_tiles<kMany>(step, index, first, n, get); });
+                   [&](int first, int n, const auto &get) { finish_tiles<kMany>(step, index, first, n, own, get); });
+    grid.mark();
     if (kind == kQkv) {
-      stream.look_ahead(m, kAttentionChunks);
-      grid.sync();
-      attention(step, index / kLayerMatrices, work, step.work_bytes);
+      if (kMany) grid.sync();
+      attention(step, index / kLayerMatrices, tag_of(step, index), work, step.work_bytes);
+      grid.mark();
     }
   }
-  grid.mark();
   if constexpr (!kMany) {
-    if (step.draw.wanted) Sampler(step, grid, share_of_block(step), work).run();
+    if (step.draw.wanted) draw_next(step, grid, work);
+    grid.mark();
   }
-  grid.mark();
+}
+
+template <bool kMany>
+__global__ void __launch_bounds__(kBlockThreads, 1) pass_kernel(const __grid_constant__ Step step) {
+  extern __shared__ __align__(128) char shared[];
+  __shared__ float scratch[32];
+  const int head = step.model.layers * kLayerMatrices, n_slots = kWarps * step.slots;
+  char *work = shared + n_slots * step.slot_bytes, *barriers = work + step.work_bytes;
+  MatrixPlace *matrices = reinterpret_cast<MatrixPlace *>(barriers + n_slots * 16);
+  const Rings rings{shared_address(shared), shared_address(barriers)};
+  for (int i = threadIdx.x; i <= head; i += kBlockThreads) matrices[i] = step.model.matrices[i];
+#if KILAT_BULK
+  init_rings(step, rings);
+#endif
+  __syncthreads();
+  if (threadIdx.x < kThreads) {
+    compute<kMany>(step, rings, matrices, work, scratch);
+    return;
+  }
+#if KILAT_BULK
+  const int warp = threadIdx.x % 32;
+  if (warp < kWarps) fill_rings(step, rings, Cursor(step, matrices, warp, step.first_matrix, kMany ? head - 1 : head));
+#endif
 }
 
 __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const __grid_constant__ Step step) {
@@ -233,9 +283,9 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const __grid_consta
   Sampler(step, grid, share_of_block(step), shared).run();
 }
 
-cudaError_t launch(const void *kernel, const Step &step, int blocks, int shared_bytes, cudaStream_t stream) {
+cudaError_t launch(const void *kernel, const Step &step, dim3 blocks, int threads, int shared_bytes, cudaStream_t stream) {
   void *arguments[] = {const_cast<Step *>(&step)};
-  return cudaLaunchCooperativeKernel(kernel, dim3(blocks), dim3(kThreads), arguments, shared_bytes, stream);
+  return cudaLaunchCooperativeKernel(kernel, blocks, dim3(threads), arguments, shared_bytes, stream);
 }
 
 const void *pass_of(const Step &step) {
@@ -245,18 +295,20 @@ const void *pass_of(const Step &step) {
 }  // namespace
 
 cudaError_t launch_pass(const Step &step, int blocks, int shared_bytes, cudaStream_t stream) {
-  return launch(pass_of(step), step, blocks, shared_bytes, stream);
+  return launch(pass_of(step), step, dim3(blocks), kBlockThreads, shared_bytes, stream);
 }
 
 cudaError_t launch_sample(const Step &step, int blocks, int shared_bytes, cudaStream_t stream) {
-  return launch(reinterpret_cast<const void *>(sample_kernel), step, blocks, shared_bytes, stream);
+  return launch(reinterpret_cast<const void *>(sample_kernel), step, dim3(blocks), kThreads, shared_bytes, stream);
 }
 
 int barriers_of_pass(const Step &step) {
   const int layers = step.first_matrix == 0 ? step.model.layers : 0;
   if (step.rows > 1) return layers * 7 - 1;
-  return layers * 5 + (step.draw.wanted ? barriers_of(step.draw, step.model.vocab) : 0);
+  return (step.lockstep && layers ? layers - 1 : 0) + (step.draw.wanted ? barriers_of(step.draw, step.model.vocab) : 0);
 }
+
+int tags_of_pass(const Step &step) { return 2 * (step.model.layers * kLayerMatrices + 1); }
 
 int barriers_of_sample(const Step &step) { return barriers_of(step.draw, step.model.vocab); }
 

@@ -34,20 +34,21 @@ struct SessionView {
   int context, max_splits;
   __nv_bfloat16 *kv;         // [layers, kv_heads, 2, context, head_dim]
   const float *rope;         // [context, rotary]: cosines, then sines
-  __nv_bfloat16 *residual;   // [kRows, hidden]
-  __nv_bfloat16 *normed;     // [kRows, hidden]
-  __nv_bfloat16 *qkv;        // [kRows, (q_heads + 2 kv_heads) * head_dim]
-  __nv_bfloat16 *attended;   // [kRows, q_heads * head_dim]
-  __nv_bfloat16 *gated;      // [kRows, inner]
+  // Vectors of words (exchange.cuh), [2, kRows, n]: layers write the first and the second half in turn.
+  uint32_t *entering;        // [.., hidden]: what enters a layer; after the last one what enters the head
+  uint32_t *between;         // [.., hidden]: after attention
+  uint32_t *qkv;             // [.., (q_heads + 2 kv_heads) * head_dim]
+  uint32_t *attended;        // [.., q_heads * head_dim]
+  uint32_t *gated;           // [.., inner]
+  uint32_t *normed;          // [kRows, hidden], of passes with several tokens
   float *logits;             // [tiles of the head * 16]
   __nv_bfloat16 *layers;     // [layers + 1, hidden] or null: what entered each layer
-  float *partial;            // [kRows, head groups, max_splits, 4, head_dim + 2]: sums, then maximum and total
-  unsigned *partial_done;    // [kRows, head groups]: splits that are ready; zero between steps
+  struct TaggedFloat *partial;  // [kRows, head groups, max_splits, 4, head_dim + 2]: sums, then maximum and total
   unsigned long long *tops;  // [2, blocks]: maxima of blocks, then sums of blocks
   unsigned long long *bins;  // [4, 256] of the sampler
   unsigned *barrier;         // counts arrivals of blocks, and wraps
   volatile unsigned long long *result;  // host memory: launch number << 32 | (id + 2)
-  long long *trace;          // [layers * 8 + 16] or null: clock of block 0 at each barrier
+  long long *trace;          // or null: clocks of block 0
 };
 
 struct DrawView {
@@ -67,6 +68,8 @@ struct Step {
   int first_matrix;       // 0, or layers * 4: only the head, of row `head_row` of `residual`
   int head_row;
   unsigned barriers;      // arrivals at `barrier` before this launch, over blocks
+  unsigned first_tag;     // of this launch
+  int lockstep;           // a barrier of the grid per layer
   unsigned number;        // of this launch
   int slots, slot_bytes;  // of a warp's ring
   int work_bytes;         // shared memory between the rings and the barriers
@@ -78,6 +81,7 @@ cudaError_t launch_pass(const Step &step, int blocks, int shared_bytes, cudaStre
 // The same, only sampling from the logits that are there.
 cudaError_t launch_sample(const Step &step, int blocks, int shared_bytes, cudaStream_t stream);
 int barriers_of_pass(const Step &step);
+int tags_of_pass(const Step &step);
 int barriers_of_sample(const Step &step);
 // Shared memory that a block may have for launch_pass, once: raises the limit of the kernels.
 cudaError_t prepare_kernels(int shared_bytes);

@@ -1,14 +1,21 @@
 // stream.cuh: the weights of a whole pass as one stream into shared memory.
 //
-// Every warp has a ring of slots and brings its own chunks: the chunks of a block's tiles, counted through, go to its warps in turn.
-// Weights do not depend on anything that a pass computes, so the stream runs ahead over the end of a matrix and over barriers of the
-// grid as far as the rings reach; memory stays busy while blocks wait for each other.
+// Every computing warp has a ring of slots. The chunks of a block's tiles, counted through, go to the warps in turn. One more warp brings
+// them: its lane w fills the ring of warp w. Weights do not depend on anything that a pass computes, so the stream runs ahead over the
+// end of a matrix and over every wait as far as the rings reach. Of each ring only kInFlight chunks are on their way at a time: enough
+// for the full bandwidth, while all of them together would make everything else that crosses the device late.
 #pragma once
 
 #include "ptx.cuh"
 #include "step.h"
 
+#ifndef KILAT_IN_FLIGHT
+#define KILAT_IN_FLIGHT 1
+#endif
+
 namespace kilat_cuda {
+
+constexpr int kInFlight = KILAT_IN_FLIGHT;
 
 // The tiles of a matrix that the block of this rank works on.
 __device__ inline void tiles_of_rank(const Shape &s, int rank, int &begin, int &end) {
@@ -39,9 +46,9 @@ __device__ inline int kind_of(const ModelView &m, int index) {
 // A place in a warp's sequence of chunks.
 class Cursor {
  public:
-  // At the warp's first chunk of the matrices `index` ... `last`; `matrices` is the table in shared memory.
-  __device__ Cursor(const Step &step, const MatrixPlace *matrices, int index, int last)
-      : turn_(index), matrices_(matrices), index_(index), last_(last) {
+  // At the first chunk of warp `warp` of the matrices `index` ... `last`; `matrices` is the table in shared memory.
+  __device__ Cursor(const Step &step, const MatrixPlace *matrices, int warp, int index, int last)
+      : turn_(index), matrices_(matrices), warp_(warp), index_(index), last_(last) {
     enter(step.model);
   }
 
@@ -69,7 +76,7 @@ class Cursor {
       chunk_shift_ = chunk_shift(format, m.narrow);
       chunks_ = (units_ + (1 << chunk_shift_) - 1) >> chunk_shift_;
       base_ = matrices_[index_].at();
-      chunk_ = threadIdx.x / 32;
+      chunk_ = warp_;
       if (to_tile()) return;
     }
   }
@@ -83,33 +90,66 @@ class Cursor {
   Turn turn_;
   const MatrixPlace *matrices_;
   const char *base_;
-  int index_, last_, tile_, end_, chunk_, chunks_, units_, unit_bytes_, chunk_shift_;
+  int warp_, index_, last_, tile_, end_, chunk_, chunks_, units_, unit_bytes_, chunk_shift_;
 };
 
-// A warp's ring, and where it is filled from.
+// Slots in turn, and the parity of the current round through them.
+struct Slot {
+  int index = 0, parity = 0;
+  __device__ void next(int slots) {
+    if (++index == slots) index = 0, parity ^= 1;
+  }
+};
+
+// Shared memory of the rings: slots, then for each slot a barrier that it is full and one that it is free.
+struct Rings {
+  uint32_t slots, barriers;
+  __device__ uint32_t slot(const Step &step, int warp, int i) const { return slots + (warp * step.slots + i) * step.slot_bytes; }
+  __device__ uint32_t full(const Step &step, int warp, int i) const { return barriers + (warp * step.slots + i) * 16; }
+  __device__ uint32_t free(const Step &step, int warp, int i) const { return full(step, warp, i) + 8; }
+};
+
+#if KILAT_BULK
+__device__ inline void init_rings(const Step &step, const Rings &rings) {
+  for (int i = threadIdx.x; i < kWarps * step.slots; i += kBlockThreads) {
+    barrier_init(rings.full(step, 0, i), 1);
+    barrier_init(rings.free(step, 0, i), 1);
+  }
+  barrier_init_visible();
+}
+
+// Lanes of the warp that brings: everything from `cursor` on.
+__device__ inline void fill_rings(const Step &step, const Rings &rings, Cursor cursor) {
+  const int warp = threadIdx.x % 32;
+  const uint64_t policy = policy_read_once();
+  Slot to, landed;  // where the next chunk goes; the oldest chunk that is not known to be there
+  int in_flight = 0;
+  while (!cursor.at_end()) {
+    if (in_flight > 0 && barrier_test(rings.full(step, warp, landed.index), landed.parity)) landed.next(step.slots), --in_flight;
+    // a slot is free for its round when the one before was read; for the first round it always is
+    if (in_flight == kInFlight || !barrier_test(rings.free(step, warp, to.index), to.parity ^ 1)) continue;
+    copy_bulk(rings.slot(step, warp, to.index), cursor.source(), cursor.bytes(), rings.full(step, warp, to.index), policy);
+    to.next(step.slots), ++in_flight;
+    cursor.advance(step.model);
+  }
+}
+#endif
+
+// A computing warp's end of its ring.
 class Stream {
  public:
-  // All threads of the block; has a barrier of the block.
-  __device__ Stream(const Step &step, const Cursor &from, uint32_t ring, uint32_t barriers) : cursor_(from) {
-    const int warp = threadIdx.x / 32;
-    ring_ = ring + warp * step.slots * step.slot_bytes;
-    barriers_ = barriers + warp * step.slots * 8;
-#if KILAT_BULK
-    if (threadIdx.x % 32 == 0)
-#pragma unroll 1
-      for (int i = 0; i < step.slots; ++i) barrier_init(barriers_ + i * 8, 1);
-    barrier_init_visible();
-    policy_ = policy_read_once();
-#endif
-    __syncthreads();
+  __device__ Stream(const Step &step, const Rings &rings, const Cursor &from) : rings_(rings), cursor_(from) {
+#if !KILAT_BULK
 #pragma unroll 1
     for (int i = 0; i < step.slots; ++i) issue(step, i);
+#endif
   }
 
   // The next chunk of this warp is in shared memory at the address returned.
   __device__ uint32_t wait(const Step &step) {
+    const int warp = threadIdx.x / 32;
 #if KILAT_BULK
-    barrier_wait(barriers_ + slot_ * 8, parity_);
+    barrier_wait(rings_.full(step, warp, slot_.index), slot_.parity);
 #else
     switch (step.slots) {  // all copies but the last slots - 1 groups are there
       case 1: copy_wait<0>(); break;
@@ -119,49 +159,35 @@ class Stream {
     }
     __syncwarp();
 #endif
-    return ring_ + slot_ * step.slot_bytes;
+    return rings_.slot(step, warp, slot_.index);
   }
 
-  // This warp has read its chunk: fill the slot again.
+  // This warp has read its chunk.
   __device__ void release(const Step &step) {
     __syncwarp();
-    issue(step, slot_);
-    if (++slot_ == step.slots) {
-      slot_ = 0;
-      parity_ ^= 1;
-    }
-  }
-
-  // Brings `n` chunks beyond the ring to the device's cache: for a phase that will not take any for a while.
-  __device__ void look_ahead(const ModelView &m, int n) const {
 #if KILAT_BULK
-    Cursor ahead = cursor_;
-#pragma unroll 1
-    for (; n > 0 && !ahead.at_end(); --n, ahead.advance(m))
-      if (threadIdx.x % 32 == 0) prefetch_bulk(ahead.source(), ahead.bytes());
+    if (threadIdx.x % 32 == 0) barrier_arrive(rings_.free(step, threadIdx.x / 32, slot_.index));
+#else
+    issue(step, slot_.index);
 #endif
+    slot_.next(step.slots);
   }
 
  private:
+#if !KILAT_BULK
   __device__ void issue(const Step &step, int slot) {
     if (!cursor_.at_end()) {
-      const uint32_t to = ring_ + slot * step.slot_bytes;
-#if KILAT_BULK
-      if (threadIdx.x % 32 == 0) copy_bulk(to, cursor_.source(), cursor_.bytes(), barriers_ + slot * 8, policy_);
-#else
+      const uint32_t to = rings_.slot(step, threadIdx.x / 32, slot);
       for (int i = threadIdx.x % 32 * 16; i < cursor_.bytes(); i += 512) copy_16(to + i, cursor_.source() + i);
-#endif
       cursor_.advance(step.model);
     }
-#if !KILAT_BULK
     copy_commit();  // without copies too: it keeps the count of groups
-#endif
   }
+#endif
 
-  Cursor cursor_;
-  uint64_t policy_;
-  uint32_t ring_, barriers_;
-  int slot_ = 0, parity_ = 0;
+  Rings rings_;
+  Cursor cursor_;  // without bulk copies a warp brings its own chunks
+  Slot slot_;
 };
 
 }  // namespace kilat_cuda

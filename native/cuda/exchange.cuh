@@ -1,0 +1,71 @@
+// exchange.cuh: vectors that blocks write in parts and all blocks read, without a barrier.
+//
+// A bf16 number lies in the upper half of a 32-bit word whose lower half is the tag of the phase that wrote it; a number and its tag are
+// one store, so who sees the tag has the number. Readers load what they need and load again what is not there yet: one trip through the
+// device's cache instead of a fence, an atomic and a poll before it. Partial sums of attention are fp32 with a 32-bit tag beside.
+//
+// A word is written again two layers later at the earliest. In between lies a phase to which every block contributes and for which all
+// wait (the host asks for a barrier per layer where a matrix is too small for that), so no reader is that late.
+#pragma once
+
+#include "ptx.cuh"
+#include "step.h"
+
+namespace kilat_cuda {
+
+constexpr unsigned kMostPolls = 1u << 22;  // seconds: a block is gone, and an error is better than a device that hangs
+
+__device__ inline uint4 load_words(const uint32_t *p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ inline uint32_t load_word(const uint32_t *p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ inline void store_word(uint32_t *p, float value, unsigned tag) {
+  const uint32_t word = (uint32_t(__bfloat16_as_ushort(__float2bfloat16_rn(value))) << 16) | tag;
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(word) : "memory");
+}
+__device__ inline float number_of(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
+// Two words' numbers as a bf16 pair.
+__device__ inline uint32_t pair_of_words(uint32_t lo, uint32_t hi) { return __byte_perm(lo, hi, 0x7632); }
+
+__device__ inline bool has_tag(const uint4 &v, unsigned tag) {
+  return (((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) & 0xffffu) == 0;
+}
+
+// Counts rounds of a wait.
+class Patience {
+ public:
+  __device__ void round() {
+    if (++polls_ == kMostPolls) __trap();
+  }
+
+ private:
+  unsigned polls_ = 0;
+};
+
+// Four numbers that another block writes. `waits` false: they are there.
+__device__ inline uint4 await_words(const uint32_t *p, unsigned tag, bool waits) {
+  uint4 v = load_words(p);
+  for (Patience patience; waits && !has_tag(v, tag); v = load_words(p)) patience.round();
+  return v;
+}
+
+struct TaggedFloat {
+  float value;
+  unsigned tag;
+};
+__device__ inline void store_tagged(TaggedFloat *p, float value, unsigned tag) {
+  asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1,%2};" ::"l"(p), "r"(__float_as_uint(value)), "r"(tag) : "memory");
+}
+__device__ inline TaggedFloat load_tagged(const TaggedFloat *p) {
+  uint32_t value, tag;
+  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(value), "=r"(tag) : "l"(p) : "memory");
+  return {__uint_as_float(value), tag};
+}
+
+}  // namespace kilat_cuda
