@@ -153,7 +153,7 @@ class Gateway:
         self.tpot_s[name] = seconds + self.now_s - before_s, n + n_tokens
 
     def _scale(self, scaler: RoleScaler, now_s: float) -> None:
-        views = self.dispatcher.workers.views(self.dispatcher._placing.loads)
+        views = self.dispatcher.views()
         workers = [
             RoleWorker(
                 v.worker_id,
