@@ -110,6 +110,7 @@ def phases(session: Session, config: Config, position: int, step_ms: float) -> d
             "share": round(us / step_ms / 1e3, 4),
             "gb_s": round(n_bytes / us / 1e3),
         }
+    out["clock"] = {"us": 0.0, "share": 0.0, "gb_s": 0, "ghz_if_busy": round(sum(spans) / step_ms / 1e6, 3)}
     return out
 
 
@@ -160,6 +161,7 @@ def show(row: dict[str, object], read_gb_s: float) -> None:
         f"max {row['max_ms']:.4f} ms  p99.9/p50 {row['p999_over_p50']:.3f}  first {row['first_100_ms']:.4f}  {row['gb_s']:.0f} GB/s = "
         f"{row['gb_s'] / read_gb_s:.1%} of reading  prompt 512 {row['prompt_512_ms']:.0f} ms  built in {row['build_s']:.0f} s"
     )
+    print(f"      the kernel's clocks are {row['phases'].pop('clock')['ghz_if_busy']} GHz of the step's time")
     for name, p in row["phases"].items():
         print(f"      {name:>12} {p['us']:8.1f} us {p['share']:6.1%} {p['gb_s']:6.0f} GB/s")
     sys.stdout.flush()

@@ -48,13 +48,6 @@ class Patience {
   unsigned polls_ = 0;
 };
 
-// Four numbers that another block writes. `waits` false: they are there.
-__device__ inline uint4 await_words(const uint32_t *p, unsigned tag, bool waits) {
-  uint4 v = load_words(p);
-  for (Patience patience; waits && !has_tag(v, tag); v = load_words(p)) patience.round();
-  return v;
-}
-
 struct TaggedFloat {
   float value;
   unsigned tag;

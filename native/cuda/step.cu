@@ -44,24 +44,41 @@ __device__ inline Words words_of(const Step &step, int index, int row) {
   return {base + (int64_t(index / kLayerMatrices % 2) * kRows + row) * n, tag & 0xffffu};
 }
 
+// The thread's number, of which the compiler does not know that it is the same in every layer: otherwise it computes all addresses once,
+// before the first layer, and keeps them in local memory.
+__device__ inline int thread_here() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
 // Brings a token's vector [n], once it is there, as bf16 to shared memory; each(values of four elements) on the thread that has them.
-// `waits` false: it is there, from an earlier launch.
+// `waits` false: it is there, from an earlier launch. What is not there yet is asked for again all at once: a trip takes long, not a load.
 template <class Each>
 __device__ inline void gather(const Step &step, int index, int row, bool waits, __nv_bfloat16 *to, const Each &each) {
-  constexpr int kAtOnce = 4;
+  constexpr int kAtOnce = 8, kStride = kThreads * 4;
   const int n = step.model.shape[kind_of(step.model, index)].columns;
   const Words from = words_of(step, index, row);
 #pragma unroll 1
-  for (int first = threadIdx.x * 4; first < n; first += kAtOnce * kThreads * 4) {
+  for (int first = thread_here() * 4; first < n; first += kAtOnce * kStride) {
     uint4 words[kAtOnce];
+    unsigned missing = 0;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
-      if (first + i * kThreads * 4 < n) words[i] = load_words(from.at + first + i * kThreads * 4);
+      if (first + i * kStride < n) missing |= 1u << i;
+    for (Patience patience;; patience.round()) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (missing >> i & 1) words[i] = load_words(from.at + first + i * kStride);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (!waits || has_tag(words[i], from.tag)) missing &= ~(1u << i);
+      if (missing == 0) break;
+    }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int at = first + i * kThreads * 4;
+      const int at = first + i * kStride;
       if (at >= n) continue;
-      for (Patience patience; waits && !has_tag(words[i], from.tag); words[i] = load_words(from.at + at)) patience.round();
       const uint2 pairs = make_uint2(pair_of_words(words[i].x, words[i].y), pair_of_words(words[i].z, words[i].w));
       *reinterpret_cast<uint2 *>(to + at) = pairs;
       each(pairs);
@@ -73,7 +90,7 @@ __device__ inline void gather(const Step &step, int index, int row, bool waits, 
 template <class Each>
 __device__ inline void gather_embedded(const Step &step, int row, __nv_bfloat16 *to, const Each &each) {
 #pragma unroll 1
-  for (int at = threadIdx.x * 4; at < step.model.hidden; at += kThreads * 4) {
+  for (int at = thread_here() * 4; at < step.model.hidden; at += kThreads * 4) {
     const uint2 pairs = make_uint2(embedded(step.model, step.ids[row], at), embedded(step.model, step.ids[row], at + 2));
     *reinterpret_cast<uint2 *>(to + at) = pairs;
     each(pairs);
@@ -84,12 +101,12 @@ __device__ inline void gather_embedded(const Step &step, int row, __nv_bfloat16 
 // Threads keep to their own elements. `keep`: the vector is also written to session.layers.
 __device__ inline void normalized(const Step &step, int index, int row, bool waits, bool keep, __nv_bfloat16 *to, float *scratch) {
   const ModelView &m = step.model;
-  const int n = m.hidden;
+  const int n = m.hidden, thread = thread_here();
   const __nv_bfloat16 *norm = norm_of(m, index);
   uint2 weights[kVectors];  // in registers before the vector is there
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = (i * kThreads + threadIdx.x) * 4;
+    const int at = (i * kThreads + thread) * 4;
     if (at < n) weights[i] = __ldg(reinterpret_cast<const uint2 *>(norm + at));
   }
   float squares = 0;
@@ -103,7 +120,7 @@ __device__ inline void normalized(const Step &step, int index, int row, bool wai
   const float scale = rsqrtf(block_sum(squares, scratch) / n + m.norm_eps);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = (i * kThreads + threadIdx.x) * 4;
+    const int at = (i * kThreads + thread) * 4;
     if (at >= n) continue;
     uint2 *place = reinterpret_cast<uint2 *>(to + at);
     const uint2 x = *place, w = weights[i];
@@ -113,9 +130,8 @@ __device__ inline void normalized(const Step &step, int index, int row, bool wai
   }
 }
 
-// The vector of a phase of a single token as bf16 in shared memory, zeros up to whole units. Not inlined, like other parts of a pass:
-// the compiler would keep far too much of all of them in registers at once.
-__device__ __noinline__ void stage_one(const Step &step, int index, __nv_bfloat16 *to, float *scratch) {
+// The vector of a phase of a single token as bf16 in shared memory, zeros up to whole units.
+__device__ inline void stage_one(const Step &step, int index, __nv_bfloat16 *to, float *scratch) {
   const int kind = kind_of(step.model, index);
   const Shape &shape = step.model.shape[kind];
   if (is_normed(kind)) {
@@ -124,7 +140,7 @@ __device__ __noinline__ void stage_one(const Step &step, int index, __nv_bfloat1
   } else {
     gather(step, index, 0, true, to, [](const uint2 &) {});
   }
-  for (int i = shape.columns + threadIdx.x; i < shape.units * kUnitColumns; i += kThreads) to[i] = __float2bfloat16_rn(0);
+  for (int i = shape.columns + thread_here(); i < shape.units * kUnitColumns; i += kThreads) to[i] = __float2bfloat16_rn(0);
   sync_threads();
 }
 
