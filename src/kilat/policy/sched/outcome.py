@@ -17,6 +17,8 @@ class Outcome:
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
+        self._page_tokens = roster.config.page_tokens
+        self._may_seal = roster.config.prefix_cache
 
     def row(self, s: Session, row: Row, i: int, result: StepResult) -> SessionEvent | None:
         """Row ``i`` of a committed step; its session's event, if there is news. What is wrong with it ends this session alone."""
@@ -39,10 +41,11 @@ class Outcome:
         self.roster.counts[metrics.OUTPUT_TOKENS] += len(ids)
         if finish is not None:
             return self.end(s, finish, ids, stop_id=stop_id, logprobs=logprobs)
-        if s.state is State.RUNNING and s.hand_over:
-            self.roster.freeze(s)
-        elif s.state is State.RUNNING and s.held:
-            self.roster.let_go(s)
+        if (s.hand_over or s.held) and s.state is State.RUNNING:
+            if s.hand_over:
+                self.roster.freeze(s)
+            else:
+                self.roster.let_go(s)
         return self._event(s, ids, logprobs=logprobs)
 
     def _take_output(
@@ -63,9 +66,9 @@ class Outcome:
 
     def seal(self, s: Session) -> None:
         """Name the pages that this step has filled, so that others can find them."""
-        n_pages = s.n_computed // self.roster.config.page_tokens
-        if s.table is not None and n_pages > s.table.n_sealed and self.roster.config.prefix_cache:
-            s.table.seal(s.name_pages(n_pages, self.roster.config.page_tokens), n_pages)
+        n_pages = s.n_computed // self._page_tokens
+        if s.table is not None and n_pages > s.table.n_sealed and self._may_seal:
+            s.table.seal(s.name_pages(n_pages, self._page_tokens), n_pages)
 
     def end(
         self,
