@@ -24,7 +24,7 @@ struct Linear;
 // Columns of a panel, of quantized and other weights.
 enum { PANEL = 32 };
 
-enum { GROUP = 32, GROUP_STEPS = GROUP / 4, PLANE = PANEL * 4, DENSE_GROUP = GROUP_STEPS * PLANE, HEADER_GROUPS = 8 };
+enum { GROUP = 32, GROUP_STEPS = GROUP / 4, PLANE = PANEL * 4, HEADER_GROUPS = 8 };
 
 enum QuantScales { PLAIN, WITH_MIN, K_MIN, K_HALVES };
 

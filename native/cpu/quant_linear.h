@@ -1,5 +1,4 @@
-// linear with quantized weights. Up to QUANT_ROWS rows read the packed planes; more rows first spread the quants of a panel over 8-bit
-// planes, once for a block of rows. Both give the same bits: the sums of integers are the same.
+// linear with quantized weights: rows of x, rounded to 8 bits, times panels; alone, or with the gate of an MLP applied to the result.
 #pragma once
 
 struct QuantJob {
@@ -31,12 +30,12 @@ static PanelAt panel_at(const Linear &w, int64_t panel) {
   return {part->type, part->data + panel * part->panel_bytes, part->first + panel * PANEL, left < PANEL ? int(left) : PANEL};
 }
 
-// A block of rows as a worker has it in its scratch memory: rounded rows, tile after tile, and room for the planes of a panel.
+// A block of rows as a worker has it in its scratch memory: rounded, tile after tile.
 struct QuantBlock {
   const QuantJob *job;
   int rows, tiles;
   int64_t groups;
-  char *packed, *dense;
+  char *rounded;
   int first(int t) const { return rows * t / tiles; }
 };
 
@@ -47,87 +46,47 @@ static bool quant_block(const QuantJob &job, int block, Scratch *scratch, QuantB
   out->rows = int(last - first);
   out->tiles = (out->rows + QUANT_ROWS - 1) / QUANT_ROWS;
   out->groups = job.w->k / GROUP;
-  int64_t packed_bytes = (out->rows * out->groups * X_GROUP_BYTES + 63) / 64 * 64;
   uint64_t holds = job.id << 20 | uint64_t(block + 1);
   bool there = scratch->holds == holds;
-  if (!there && !scratch_get(scratch, size_t(packed_bytes + out->groups * DENSE_GROUP))) return false;
-  out->packed = static_cast<char *>(scratch->data);
-  out->dense = out->packed + packed_bytes;
+  if (!there && !scratch_get(scratch, size_t(out->rows * out->groups * X_GROUP_BYTES))) return false;
+  out->rounded = static_cast<char *>(scratch->data);
   if (there) return true;
   for (int t = 0; t < out->tiles; t++) {
     int from = out->first(t), rows = out->first(t + 1) - from;
     for (int i = 0; i < rows; i++)
-      round_row(job.x + (first + from + i) * job.stride, out->groups, rows, i, out->packed + from * out->groups * X_GROUP_BYTES);
+      round_row(job.x + (first + from + i) * job.stride, out->groups, rows, i, out->rounded + from * out->groups * X_GROUP_BYTES);
   }
   scratch->holds = holds;
   return true;
 }
 
-static QuantTileFn packed_tile(const QuantType &t, int rows) {
-  switch (t.scales) {
-    case PLAIN:
-      if (t.bits == 8) return pick_quant_tile<PLAIN, 8>(rows);
-      return (t.bits == 4 ? pick_quant_tile<PLAIN, 4>
-                          : pick_quant_tile<PLAIN, 5>)(rows);
-    case WITH_MIN:
-      return (t.bits == 4 ? pick_quant_tile<WITH_MIN, 4>
-                          : pick_quant_tile<WITH_MIN, 5>)(rows);
-    case K_MIN:
-      return (t.bits == 4 ? pick_quant_tile<K_MIN, 4>
-                          : pick_quant_tile<K_MIN, 5>)(rows);
+static QuantTileFn quant_tile_of(const QuantType &t, int rows) {
+  switch (t.scales * 16 + t.bits) {
+    case PLAIN * 16 + 4: return pick_quant_tile<PLAIN, 4>(rows);
+    case PLAIN * 16 + 5: return pick_quant_tile<PLAIN, 5>(rows);
+    case PLAIN * 16 + 8: return pick_quant_tile<PLAIN, 8>(rows);
+    case WITH_MIN * 16 + 4: return pick_quant_tile<WITH_MIN, 4>(rows);
+    case WITH_MIN * 16 + 5: return pick_quant_tile<WITH_MIN, 5>(rows);
+    case K_MIN * 16 + 4: return pick_quant_tile<K_MIN, 4>(rows);
+    case K_MIN * 16 + 5: return pick_quant_tile<K_MIN, 5>(rows);
     default: return pick_quant_tile<K_HALVES, 6>(rows);
   }
 }
 
-static QuantTileFn dense_tile(const QuantType &t, int rows) {
-  switch (t.scales) {
-    case PLAIN:
-      return (t.bits == 8 ? pick_quant_tile<PLAIN, -8>
-                          : pick_quant_tile<PLAIN, 0>)(rows);
-    case WITH_MIN: return pick_quant_tile<WITH_MIN, 0>(rows);
-    case K_MIN: return pick_quant_tile<K_MIN, 0>(rows);
-    default: return pick_quant_tile<K_HALVES, 0>(rows);
-  }
-}
-
-static QuantArgs quant_args(const QuantBlock &block, const PanelAt &p, bf16 *out, int64_t out_stride) {
+// One panel for all rows of a block.
+static void quant_panel(const QuantBlock &block, const PanelAt &p, bf16 *out, int64_t out_stride) {
   QuantArgs args;
-  args.a = block.packed;
   args.b = p.data;
-  args.dense = nullptr;
-  args.dense_step = 0;
   args.groups = block.groups;
-  args.record = scale_bytes_of(p.type->scales) + quant_bytes_of(p.type->bits);
   args.offset_bits = p.type->offset_bits;
-  args.out = out;
   args.out_stride = out_stride;
   args.bias = block.job->w->bias ? block.job->w->bias + p.column : nullptr;
   args.columns = p.columns;
-  return args;
-}
-
-// One panel for all rows of a block.
-static void one_panel(const QuantBlock &block, const PanelAt &p, bf16 *out, int64_t out_stride) {
-  const QuantType &t = *p.type;
-  QuantArgs args = quant_args(block, p, out, out_stride);
-  int64_t header = header_bytes_of(t.scales), scales = scale_bytes_of(t.scales);
-  if (block.tiles == 1) {
-    packed_tile(t, block.rows)(args);
-    return;
-  }
-  if (t.bits == 8) {
-    args.dense = p.data + scales;
-    args.dense_step = args.record;
-  } else {
-    (t.bits == 4 ? spread<4> : t.bits == 5 ? spread<5> : spread<6>)(p.data + scales, args.record, header, block.groups, block.dense);
-    args.dense = block.dense;
-    args.dense_step = DENSE_GROUP;
-  }
   for (int i = 0; i < block.tiles; i++) {
     int from = block.first(i);
-    args.a = block.packed + from * block.groups * X_GROUP_BYTES;
+    args.a = block.rounded + from * block.groups * X_GROUP_BYTES;
     args.out = out + from * out_stride;
-    dense_tile(t, block.first(i + 1) - from)(args);
+    quant_tile_of(*p.type, block.first(i + 1) - from)(args);
   }
 }
 
@@ -156,11 +115,11 @@ static void quant_unit(void *raw, int unit, int worker) {
   for (; panel < end; panel++) {
     PanelAt p = panel_at(w, panel);
     if (!job->gated) {
-      one_panel(block, p, out + p.column, width);
+      quant_panel(block, p, out + p.column, width);
       continue;
     }
-    one_panel(block, p, buffer, 2 * PANEL);
-    one_panel(block, panel_at(w, panel + job->panels), buffer + PANEL, 2 * PANEL);
+    quant_panel(block, p, buffer, 2 * PANEL);
+    quant_panel(block, panel_at(w, panel + job->panels), buffer + PANEL, 2 * PANEL);
     gate_panel(buffer, block.rows, out + p.column, width);
   }
 }

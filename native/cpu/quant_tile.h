@@ -1,4 +1,4 @@
-// The register tile of products with quantized weights, the unpacking of their planes, and the rounding of rows of x to 8 bits.
+// The register tile of products with quantized weights, which unpacks their planes as it goes, and the rounding of rows of x to 8 bits.
 //
 // Sums of products of integers are exact, so how they are cut over registers does not matter. Each group then adds its sum times the
 // two scales to an fp32 accumulator, and its minimum times the sum of the group's x: one chain per output element, in the order of k.
@@ -15,10 +15,7 @@ enum { X_GROUP_BYTES = int(sizeof(XGroup)) + GROUP, QUANT_AHEAD_BYTES = 2048 };
 struct QuantArgs {
   const char *a;       // rows as above
   const char *b;      // the panel
-  const char *dense;  // its quants as 8-bit planes, dense_step from group to group
-  int64_t dense_step;
   int64_t groups;
-  int64_t record;  // bytes of a group in a panel
   int offset_bits;
   bf16 *out;
   int64_t out_stride;
@@ -65,18 +62,16 @@ INLINE VF min_of(const char *header, const char *p, int column) {
   else return load_half(p + 2 * PANEL + column * 2);
 }
 
-// BITS as packed, or 0: from the dense planes, where quants stay below 128, or -8: where they fill 8 bits.
 template <QuantScales SCALES, int BITS, int MR>
 static void quant_tile(const QuantArgs &t) {
-  constexpr bool PACKED = BITS > 0, WIDE = BITS == 8 || BITS == -8, MIN = SCALES == WITH_MIN || SCALES == K_MIN;
+  constexpr bool MIN = SCALES == WITH_MIN || SCALES == K_MIN;
   constexpr int HALVES = SCALES == K_HALVES ? 2 : 1, STEPS = GROUP_STEPS / HALVES;
   constexpr int64_t HEADER = header_bytes_of(SCALES), SCALE = scale_bytes_of(SCALES);
-  constexpr int64_t RECORD = SCALE + quant_bytes_of(PACKED ? BITS : 8);
+  constexpr int64_t RECORD = SCALE + quant_bytes_of(BITS);
   constexpr int NV = PANEL / W;
   VF acc[MR][NV];
   clear(acc);
-  const char *a = t.a, *b = t.b, *header = t.b, *dense = t.dense;
-  const int64_t record = PACKED ? RECORD : t.record;
+  const char *a = t.a, *b = t.b, *header = t.b;
   for (int64_t g = 0; g < t.groups; g++) {
     if (HEADER && g % HEADER_GROUPS == 0) {
       header = b;
@@ -84,10 +79,8 @@ static void quant_tile(const QuantArgs &t) {
     }
     const XGroup *x = reinterpret_cast<const XGroup *>(a);
     const char *xq = a + MR * sizeof(XGroup);
-    if constexpr (PACKED) {
 #pragma GCC unroll 32
-      for (int line = 0; line < RECORD; line += 64) __builtin_prefetch(b + line + QUANT_AHEAD_BYTES, 0, 2);
-    }
+    for (int line = 0; line < RECORD; line += 64) __builtin_prefetch(b + line + QUANT_AHEAD_BYTES, 0, 2);
     for_each<0, HALVES>([&](auto half) {
       constexpr int H = decltype(half)::value;
       VI dot[MR][NV];
@@ -102,15 +95,12 @@ static void quant_tile(const QuantArgs &t) {
         constexpr int S = decltype(step)::value;
         VI u[NV];
 #pragma GCC unroll 8
-        for (int j = 0; j < NV; j++) {
-          if constexpr (PACKED) u[j] = quants<BITS, S>(b + SCALE + j * W * 4);
-          else u[j] = load_i(dense + S * PLANE + j * W * 4);
-        }
+        for (int j = 0; j < NV; j++) u[j] = quants<BITS, S>(b + SCALE + j * W * 4);
 #pragma GCC unroll 16
         for (int i = 0; i < MR; i++) {
           VI v = set1_i(xq + (S * MR + i) * 4);
 #pragma GCC unroll 8
-          for (int j = 0; j < NV; j++) dot[i][j] = dot4<WIDE>(dot[i][j], u[j], v);
+          for (int j = 0; j < NV; j++) dot[i][j] = dot4<BITS == 8>(dot[i][j], u[j], v);
         }
       });
 #pragma GCC unroll 8
@@ -126,8 +116,7 @@ static void quant_tile(const QuantArgs &t) {
       }
     });
     a += MR * X_GROUP_BYTES;
-    b += record;
-    dense += t.dense_step;
+    b += RECORD;
   }
 #pragma GCC unroll 16
   for (int i = 0; i < MR; i++) {
@@ -149,22 +138,6 @@ static inline QuantTileFn pick_quant_tile(int rows) {
   if (rows == MR) return quant_tile<SCALES, BITS, MR>;
   if constexpr (MR > 1) return pick_quant_tile<SCALES, BITS, MR - 1>(rows);
   return nullptr;
-}
-
-// The quants of a panel as 8-bit planes.
-template <int BITS>
-static void spread(const char *planes, int64_t record, int64_t header, int64_t groups, char *out) {
-  for (int64_t g = 0; g < groups; g++) {
-    if (g % HEADER_GROUPS == 0) planes += header;
-    for (int line = 0; line < record; line += 64) __builtin_prefetch(planes + line + QUANT_AHEAD_BYTES, 0, 2);
-    for_each<0, GROUP_STEPS>([&](auto step) {
-      constexpr int S = decltype(step)::value;
-#pragma GCC unroll 4
-      for (int j = 0; j < PANEL / W; j++) store_i(out + S * PLANE + j * W * 4, quants<BITS, S>(planes + j * W * 4));
-    });
-    planes += record;
-    out += DENSE_GROUP;
-  }
 }
 
 // 32 values of x to quants; see kilat_linear_pack_quant.
