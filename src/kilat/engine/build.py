@@ -38,6 +38,11 @@ DEFAULT_MAX_MODEL_LEN = 32_768
 OnWeight = Callable[[str, int], None]
 
 
+def _is_shared(config: EngineConfig, device: torch.device) -> bool:
+    """Pages on a device need no memory file: other processes map them through the device."""
+    return config.shared_pool and device.type == "cpu"
+
+
 @dataclass(frozen=True, slots=True)
 class _Choices:
     """What the config leaves open, decided for this machine and model."""
@@ -80,8 +85,7 @@ def build_engine(
         sessions=config.max_num_seqs,
         max_model_len=choices.max_model_len,
     )
-    # the page that no session owns: rows that only fill up a graph's bucket write there
-    pages = PageMemory(layout, n_pages, choices.device, shared=config.shared_pool and choices.device.type == "cpu")
+    pages = PageMemory(layout, n_pages, choices.device, shared=_is_shared(config, choices.device))
     ledger.add("pages", pages.n_bytes)
     grammars = (
         GrammarCompiler(tokenizer_json, decoder.vocab_size, generation.eos_ids) if tokenizer_json else None
