@@ -132,9 +132,9 @@ def test_read_never_hands_out_bytes_of_a_page_that_was_reused(end: Make, kind: s
     thread = threading.Thread(target=own)
     thread.start()
     n_ok = n_late = 0
-    until_s = time.monotonic() + 0.4
+    began_s = time.monotonic()
     try:
-        while time.monotonic() < until_s:
+        while (age_s := time.monotonic() - began_s) < 0.4 or (age_s < 10 and not (n_ok and n_late)):
             k = seen[0]
             b.transport.read(make_offer([0], move=f"m{k}"), [0], [1], 5.0)
             (done,) = wait(b.transport)

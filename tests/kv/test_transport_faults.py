@@ -58,7 +58,7 @@ def test_reused_pages_of_another_process_are_never_handed_out(
     e.transport.connect("a", o.endpoints[kind])
     n_ok = n_late = 0
     for k in range(200):
-        o.tell("flash", k, k % 10 * 0.0002)
+        o.tell("flash", k, k % 10 * 0.0005)
         e.transport.read(make_offer([0], move=f"c{k}"), [0], [1], 5.0)
         (done,) = wait(e.transport)
         n_ok, n_late = n_ok + done.ok, n_late + (not done.ok)
