@@ -10,6 +10,7 @@ from kilat.load.files import ModelFiles
 from kilat.load.gguf_weights import GgufWeights
 from kilat.load.safetensors_weights import SafetensorsWeights
 from kilat.quant.fp8_blocks import Fp8Weight
+from kilat.quant.gguf_blocks import BlockWeight
 
 
 class Weights(Protocol):
@@ -27,6 +28,10 @@ class Weights(Protocol):
 
     def get_fp8(self, name: str) -> Fp8Weight | None:
         """The weight as it is stored, when that is in FP8 blocks; new CPU tensors owned by the caller. Raises as :meth:`get`."""
+        ...
+
+    def get_blocks(self, name: str) -> BlockWeight | None:
+        """A matrix as a GGUF file stores it, owned by the caller; None when it is not stored in blocks. Raises as :meth:`get`."""
         ...
 
     def close(self) -> None:

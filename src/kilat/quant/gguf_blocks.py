@@ -11,6 +11,9 @@ from torch import Tensor
 
 from kilat.base.errors import ModelFileError
 from kilat.base.gguf_header import GGML_TYPES
+from kilat.ops.linear import BlockWeight
+
+__all__ = ["BlockWeight", "cut_columns", "dequantize_into", "require_supported"]
 
 # ggml type -> dtype, for the formats that are an array of numbers.
 _PLAIN: Final = MappingProxyType({0: torch.float32, 1: torch.float16, 30: torch.bfloat16})
@@ -58,3 +61,12 @@ def dequantize_into(out: Tensor, raw: memoryview, ggml_type: int) -> None:
             for part in values.split(_COPY_ITEMS):
                 out[done : done + len(part)].copy_(part)
                 done += len(part)
+
+
+def cut_columns(w: BlockWeight, share: slice) -> BlockWeight | None:
+    """Inputs ``share`` of ``w`` with their blocks as they are; None where a block would be cut."""
+    kind = GGML_TYPES[w.ggml_type]
+    if share.start % kind.block_items or share.stop % kind.block_items:
+        return None
+    first, last = (at // kind.block_items * kind.block_bytes for at in (share.start, share.stop))
+    return BlockWeight(w.data[:, first:last], w.ggml_type, (w.shape[0], share.stop - share.start))
