@@ -8,7 +8,7 @@
 #define WIDE_ROWS 2
 #define WIDE_VECTORS 4
 // Rows of a tile with quantized weights.
-#define QUANT_ROWS 2
+#define QUANT_ROWS 1
 #define KILAT_SIMD "simd_plain.h"
 
 #include "isa.h"

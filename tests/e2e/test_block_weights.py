@@ -2,8 +2,12 @@
 
 import pytest
 
+from kilat.cli.fit import predict
+from kilat.cli.machine import read_machine
+from kilat.engine.config import EngineConfig
 from kilat.llm import LLM
-from kilat.ops.cpu.kernels import available
+from kilat.load.sources import resolve
+from kilat.ops.cpu.kernels import available, cpu_kernels
 from kilat.wire.sampling import SamplingParams
 from tests.e2e.prompts import PROMPTS
 
@@ -39,3 +43,11 @@ def test_a_chat_answer_names_the_capital(name):
             [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}], GREEDY
         )[0]
     assert "Paris" in answer.text
+
+
+def test_prediction_of_the_weights_memory_is_within_five_percent(name):
+    config = EngineConfig("", "gguf", name, dtype="bfloat16", max_model_len=512)
+    fit = predict(resolve(name), config, cpu_kernels(1), read_machine())
+    with LLM(name, **OPTIONS) as llm:
+        kept = llm.engine.info.ledger_bytes["weights"]
+    assert fit.ledger_bytes["weights"] == pytest.approx(kept, rel=0.05)

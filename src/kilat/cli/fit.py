@@ -48,7 +48,14 @@ def predict(files: ModelFiles, settings: EngineConfig, chosen: "Kernels", machin
     """
     import torch
 
-    from kilat.engine.build import choose_device, choose_dtype, choose_fp8, choose_max_model_len, kv_layout
+    from kilat.engine.build import (
+        choose_device,
+        choose_dtype,
+        choose_fp8,
+        choose_max_model_len,
+        keeps_blocks,
+        kv_layout,
+    )
     from kilat.engine.kv_memory import choose_pages, free_bytes
     from kilat.load.weights import open_weights
     from kilat.models.registry import read_config
@@ -70,12 +77,15 @@ def predict(files: ModelFiles, settings: EngineConfig, chosen: "Kernels", machin
         max_model_len=max_model_len,
     )
     with open_weights(files) as weights:
-        shapes = weights.shapes()
+        shapes, stored_bytes = weights.shapes(), weights.total_bytes
     fp8 = choose_fp8(settings.quant, raw) and chosen.pack_fp8 is not None
     weight_bytes = sum(_kept_bytes(n, s, dtype.itemsize, fp8=fp8) for n, s in shapes.items())
     if decoder.tied and chosen.name.startswith("cpu"):
         # the output head is packed for the kernels, beside the table of the embedding
         weight_bytes += decoder.vocab_size * decoder.hidden * dtype.itemsize
+    if files.kind == "gguf" and keeps_blocks(settings.quant, chosen, dtype):
+        # matrices stay as they are stored, to a few percent, and a tied head is the embedding
+        weight_bytes = min(weight_bytes, stored_bytes)
     ledger = {
         "weights": weight_bytes,
         "pages": (n_pages + 1) * layout.page_bytes,  # one takes the writes of padding rows

@@ -138,7 +138,7 @@ def _choose(config: EngineConfig, raw: Mapping[str, object], decoder: DecoderCon
         (0.02 if device.type == "cuda" else 0.2) if config.target_step_s is None else config.target_step_s,
         choose_fp8(config.quant, raw),
         config.kv_dtype == "fp8",
-        chosen.blocks if config.quant == "auto" and dtype == torch.bfloat16 else None,
+        chosen.blocks if keeps_blocks(config.quant, chosen, dtype) else None,
     )
 
 
@@ -215,6 +215,11 @@ def choose_dtype(asked: str, raw: Mapping[str, object]) -> torch.dtype:
 def choose_fp8(asked: str, raw: Mapping[str, object]) -> bool:
     """Whether the linear weights of layers are FP8 blocks; ``auto``: when the checkpoint's are."""
     return (checkpoint_quant(raw) if asked == "auto" else asked) == "fp8"
+
+
+def keeps_blocks(asked: str, chosen: Kernels, dtype: torch.dtype) -> bool:
+    """Whether matrices that are stored in GGUF's blocks stay in them; their products take and give bf16."""
+    return asked == "auto" and chosen.blocks is not None and dtype == torch.bfloat16
 
 
 def choose_max_model_len(asked: int | None, positions: int) -> int:
