@@ -189,7 +189,7 @@ class SimWorker:
             self.live.pop(h.record.session_id, None)
         record = replace(s.record, output_ids=list(s.output), with_samples=bool(s.held and s.output))
         n = len(s.record.prompt_ids) + len(s.output) - 1
-        self._offer(session_id, s.record.epoch, s.computed, n, record)
+        self._offer(session_id, s.record.epoch, 0, n, record)
 
     def _offer(
         self, session_id: str, epoch: int, first: int, n_tokens: int, record: SessionRecord | None

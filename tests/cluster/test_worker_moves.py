@@ -1,10 +1,17 @@
 """Sessions and pages between two worker loops: same tokens as alone, pages moved once, nothing left pinned."""
 
+import time
+
 import pytest
+from msgspec.structs import replace
 from worker_pair import KINDS, PROMPT, Start, adopt, check_clean, check_same, hand_over, introduce, pair
 
 from kilat.base.ids import branch_id
+from kilat.kv.board import Board
+from kilat.kv.shm import ShmTransport
+from kilat.kv.transport import Done, Pages
 from kilat.wire.messages import (
+    Abort,
     Export,
     Fetch,
     Fetched,
@@ -37,11 +44,43 @@ def test_pages_leave_chunk_by_chunk_and_each_once(start_worker: Start, transport
     r = record("s", PROMPT, max_tokens=3)
     offers, fetched = hand_over(p, d, r)
     spans = [(o.offer.first_token, o.offer.n_tokens) for o in offers]
-    assert spans == [(0, 16), (16, 32), (32, 45)]
-    assert [len(o.offer.pages) for o in offers] == [4, 4, 4]
+    assert spans == [(0, 16), (16, 32), (0, 45)]  # the last one is for whoever has none of it, too
+    assert [len(o.offer.pages) for o in offers] == [4, 4, 12]
     assert sum(f.n_bytes for f in fetched) == 12 * 16  # 45 tokens are 12 pages of 4 tokens
     assert len({f.move_id for f in fetched}) == 3
     check_same(r, p, d)
+
+
+@pytest.mark.parametrize("transport", KINDS)
+def test_target_that_saw_no_chunk_reads_the_whole_prompt(start_worker: Start, transport: str) -> None:
+    p, d = pair(start_worker, transport)
+    r = record("s", PROMPT, n=2, max_tokens=6)
+    p.tell(Submit(r, hand_over=True))
+    last = p.wait(Offered, lambda m: m.record is not None)  # whoever was told of the chunks has died
+    adopt(d, last)
+    fetched = d.wait(Fetched)
+    assert (fetched.ok, fetched.n_bytes) == (True, 12 * 16)
+    check_same(r, p, d)
+    assert d.engine.runner.n_tokens <= 2 * 6  # nothing of the prompt
+    p.tell(Release([o.offer.move_id for o in p.all(Offered)]))
+    check_clean(p, d)
+
+
+def test_last_offer_brings_what_a_failed_chunk_did_not(start_worker: Start) -> None:
+    p, d = pair(start_worker)
+    r = record("s", PROMPT, max_tokens=8)
+    p.tell(Submit(r, hand_over=True))
+    last = p.wait(Offered, lambda m: m.record is not None)
+    first, second = (o.offer for o in p.all(Offered)[:-1])
+    d.tell(Fetch("s", first), Fetch("s", replace(second, owner="nobody")))
+    adopt(d, last)
+    fetched = {m.move_id: m for m in (d.wait(Fetched) for _ in range(3))}
+    assert [fetched[o.move_id].ok for o in (first, second, last.offer)] == [True, False, True]
+    assert fetched[last.offer.move_id].n_bytes == 8 * 16  # the first four pages are there
+    check_same(r, p, d)
+    assert d.engine.runner.n_tokens <= 8
+    p.tell(Release([o.offer.move_id for o in p.all(Offered)]))
+    check_clean(p, d)
 
 
 def test_pages_that_are_there_already_are_not_read(start_worker: Start) -> None:
@@ -137,3 +176,51 @@ def test_waiting_session_is_exported_without_pages(start_worker: Start) -> None:
     assert (offered.session_id, offered.offer.pages) == ("s", [])
     adopt(b, offered)
     check_same(record("s", PROMPT[:9], max_tokens=8), b)
+
+
+def test_session_leaves_without_waiting_for_another_step(start_worker: Start) -> None:
+    a = start_worker("a")
+    a.tell(Submit(record("other", PROMPT, max_tokens=80)), Submit(record("s", PROMPT, max_tokens=80)))
+    a.until(lambda: len(a.tokens("s")) >= 3)
+    a.engine.gate.clear()  # no step begins from now on
+    a.tell(Export(["s"]))
+    offered = a.wait(Offered)
+    assert offered.record is not None and offered.record.output_ids == a.tokens("s")
+    a.engine.gate.set()
+    a.tell(Release([offered.offer.move_id]))
+    check_clean(a)
+
+
+def test_next_step_waits_a_little_for_a_session_whose_pages_are_almost_here(start_worker: Start) -> None:
+    a = start_worker("a", "shm")
+    b = start_worker("b", lambda pages, board: LateShm(pages, board, 0.01), step_s=0.5)
+    introduce(a, b)
+    b.tell(Submit(record("other", PROMPT, max_tokens=40)))
+    b.until(lambda: len(b.tokens("other")) >= 1)
+    a.tell(Submit(record("s", PROMPT, max_tokens=12), hand_over=True))
+    adopt(b, a.wait(Offered, lambda m: m.record is not None))
+    b.until(lambda: len(b.tokens("s")) >= 1)
+    told = b.wait(Fetched)
+    with b.channel.news:
+        sent = list(b.channel.sent)
+    after = [m for m in sent[sent.index(told) :] if isinstance(m, StepEvents)]
+    assert any(e.session_id == "s" for e in after[0].events)
+    b.tell(Abort(["s", "other"]))
+    a.tell(Release([o.offer.move_id for o in a.all(Offered)]))
+    check_clean(a, b)
+
+
+class LateShm(ShmTransport):
+    """Tells the ends of its reads late."""
+
+    def __init__(self, pages: Pages, board: Board, late_s: float) -> None:
+        super().__init__(pages, board)
+        self._late_s = late_s
+        self._ended: list[tuple[float, Done]] = []
+
+    def poll(self) -> list[Done]:
+        now_s = time.monotonic()
+        self._ended += [(now_s + self._late_s, done) for done in super().poll()]
+        out = [done for at_s, done in self._ended if at_s <= now_s]
+        self._ended = [e for e in self._ended if e[0] > now_s]
+        return out

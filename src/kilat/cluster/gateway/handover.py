@@ -38,8 +38,9 @@ def on_fetched(p: Placing, reader: str, message: Fetched) -> None:
     p.release(move.owner, [move.move_id])
     p.counts[metrics.MOVES_DONE if message.ok else metrics.MOVES_FAILED] += 1
     p.counts[metrics.MOVED_BYTES] += message.n_bytes
-    if message.ok:
-        p.chooser.link.measured(move.n_pages, p.now_s - move.began_s)
+    layout = p.workers.hello.layout if p.workers.hello is not None else None
+    if message.ok and layout is not None:  # pages that the reader had were not read
+        p.chooser.link.measured(message.n_bytes // layout.page_bytes, p.now_s - move.began_s)
     note_read(p, move)
 
 
@@ -95,7 +96,7 @@ def _last(p: Placing, trip: Trip, owner: str, offer: Offer, record: SessionRecor
         return
     p.counts[metrics.HAND_OVERS if trip.target is not None else metrics.PLANNED_MOVES] += 1
     n_there = trip.fetch_end if target == trip.target else 0
-    use = bool(offer.pages) and offer.first_token == n_there and p.workers.can_move(owner, target)
+    use = bool(offer.pages) and offer.first_token <= n_there and p.workers.can_move(owner, target)
     if target != trip.target:
         p.unpin(trip)
     for t in trip.party:

@@ -27,10 +27,12 @@ SubmitFn = Callable[[SessionRecord, Arrived | None, bool], bool]
 
 @dataclass(slots=True)
 class _Part:
-    """The pages of one offer: ``n_lent`` that were here, then those that are read. ``ticket`` while they are."""
+    """The pages of one offer, but for the first ``n_skipped``, which other parts have: ``n_lent`` that were here, then those that are
+    read. ``ticket`` while they are."""
 
     offer: Offer
     pages: list[int]
+    n_skipped: int
     n_lent: int
     ticket: Ticket | None = None
     ok: bool = True
@@ -182,29 +184,38 @@ class Arrivals:
 
     def _begin(self, arrival: _Arrival, offer: Offer, now_s: float) -> tuple[_Part | None, str]:
         n = len(offer.pages)
+        self._trim(arrival)
         before = arrival.parts[-1].offer.n_tokens if arrival.parts else 0
-        if not all(p.ok for p in arrival.parts) or offer.first_token != before:
+        if not 0 <= offer.first_token <= before:
             return None, "the pages before these are not here"
-        if n != -(-(offer.n_tokens - before) // self._page_tokens) or before % self._page_tokens:
-            return None, f"{n} pages cannot hold tokens {before:,} to {offer.n_tokens:,}"
+        n_tokens = offer.n_tokens - offer.first_token
+        if n != -(-n_tokens // self._page_tokens) or before % self._page_tokens or offer.n_tokens < before:
+            return (
+                None,
+                f"{n} pages cannot hold tokens {offer.first_token:,} to {offer.n_tokens:,} after {before:,}",
+            )
         if arrival.seal and len(offer.names) != n:
             return None, f"{n} pages of a prefix have {len(offer.names)} names"
         if self._moves.is_reading(offer.move_id):
             return None, "these pages are being read already"
-        lent = self._engine.lend(offer.names[:n])
-        if len(lent) == n:
-            return _Part(offer, lent, n), ""
-        reserved = self._engine.reserve(n - len(lent))
+        skip, rest = divmod(before - offer.first_token, self._page_tokens)
+        if rest:
+            return None, f"its pages begin at token {offer.first_token:,}, in the middle of a page"
+        lent = self._engine.lend(offer.names[skip:n])
+        n_here = skip + len(lent)
+        if n_here == n:
+            return _Part(offer, lent, skip, len(lent)), ""
+        reserved = self._engine.reserve(n - n_here)
         ticket = None
         if reserved is not None:
-            ticket = self._links.read(offer, range(len(lent), n), reserved, offer.deadline_s)
+            ticket = self._links.read(offer, range(n_here, n), reserved, offer.deadline_s)
         if reserved is None or ticket is None:
             self._engine.unpin([*lent, *(reserved or [])])
             return (
                 None,
                 "no pages are free" if reserved is None else f"there is no way to worker {offer.owner}",
             )
-        part = _Part(offer, [*lent, *reserved], len(lent), ticket)
+        part = _Part(offer, [*lent, *reserved], skip, len(lent), ticket)
         until_s = now_s + offer.deadline_s
         self._moves.begin(
             Move(
@@ -220,6 +231,17 @@ class Arrivals:
         self._reads[ticket] = (arrival, part)
         return part, ""
 
+    def _trim(self, arrival: _Arrival) -> None:
+        """Drop what comes after a part that could not be read: an offer that begins before it may bring all of that."""
+        n_good = next((i for i, part in enumerate(arrival.parts) if not part.ok), len(arrival.parts))
+        for part in arrival.parts[n_good:]:
+            if part.ticket is not None:
+                self._tell(
+                    arrival, part.offer, Ended(part.ticket, False, 0, "the pages before these are not here")
+                )
+            self._drop_part(part)
+        del arrival.parts[n_good:]
+
     def _tell(self, arrival: _Arrival, offer: Offer, ended: Ended) -> None:
         self._send(Fetched(arrival.session_id, offer.move_id, ended.ok, ended.n_bytes, ended.why))
 
@@ -228,12 +250,15 @@ class Arrivals:
     def _drop(self, arrival: _Arrival) -> None:
         del self._coming[arrival.session_id]
         for part in arrival.parts:
-            if part.ticket is not None:
-                self._links.cancel(part.ticket)
-                self._moves.drop(part.offer.move_id)
-                self._reads[part.ticket] = (None, part)
-            elif part.ok:
-                self._engine.unpin(part.pages)
+            self._drop_part(part)
+
+    def _drop_part(self, part: _Part) -> None:
+        if part.ticket is not None:
+            self._links.cancel(part.ticket)
+            self._moves.drop(part.offer.move_id)
+            self._reads[part.ticket] = (None, part)
+        elif part.ok:
+            self._engine.unpin(part.pages)
 
     def _finish_if_here(self, arrival: _Arrival) -> None:
         record = arrival.record
@@ -260,7 +285,8 @@ class Arrivals:
     def _seal(self, parts: list[_Part]) -> None:
         """Put the pages of a prefix into the index; those that were here are only kept until it is done."""
         for part in parts:
-            self._engine.seal_arrived(part.pages[part.n_lent :], part.offer.names[part.n_lent :])
+            names = part.offer.names[part.n_skipped + part.n_lent :]
+            self._engine.seal_arrived(part.pages[part.n_lent :], names)
         for part in parts:
             self._engine.unpin(part.pages[: part.n_lent])
 

@@ -111,13 +111,14 @@ class Offers:
         self._tell(session_id, offer, None, now_s)
 
     def _leave(self, session_id: str, departed: Departed, now_s: float) -> None:
+        """The last offer names all pages, those of chunks too: whoever adopts the session may be another than the one they were told to."""
         record, pages, n_tokens = departed.record, departed.pages, departed.n_tokens
-        told = self._told.pop(session_id, 0)
-        rest = pages[told:] if self._board is not None else []
-        span = (told * self._page_tokens, n_tokens) if rest else (0, 0)
-        n_full = n_tokens // self._page_tokens
-        offer = self._offer(_new_id(), record.epoch, rest, span, record.page_hashes[told:n_full])
-        self._engine.unpin(pages[: len(pages) - len(rest)])
+        self._told.pop(session_id, None)
+        if self._board is None:
+            self._engine.unpin(pages)
+            pages, n_tokens = [], 0
+        names = record.page_hashes[: n_tokens // self._page_tokens]
+        offer = self._offer(_new_id(), record.epoch, pages, (0, n_tokens), names)
         self._tell(session_id, offer, record, now_s)
 
     def _offer(
