@@ -87,7 +87,7 @@ static void quant_tile(const QuantArgs &t) {
 #pragma GCC unroll 16
       for (int i = 0; i < MR; i++) {
         VI start = zero_i();
-        if (!MIN) start = shift_left(set1_i(HALVES == 2 ? &x[i].minus_half[H] : &x[i].minus_sum), t.offset_bits);
+        if (!MIN && !(BITS == 8 && WIDE_OFFSET)) start = shift_left(set1_i(HALVES == 2 ? &x[i].minus_half[H] : &x[i].minus_sum), t.offset_bits);
 #pragma GCC unroll 8
         for (int j = 0; j < NV; j++) dot[i][j] = start;
       }

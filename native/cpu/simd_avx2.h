@@ -106,13 +106,15 @@ static inline void store_s8(int8_t *p, VF v) {
   __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i *>(p), _mm_packs_epi16(words, words));
 }
-// acc + the four products of unsigned bytes of u and signed bytes of x; u above 127 only with WIDE
+// acc + the four products of unsigned bytes of u, below 128, and bytes of x in -127 .. 127; with WIDE, of any bytes less 128: the sums of
+// two products fit 16 bits either way
+enum { WIDE_OFFSET = 1 };
 template <bool WIDE>
 INLINE VI dot4(VI acc, VI u, VI x) {
   if constexpr (WIDE) {
-    VI even = _mm256_madd_epi16(and_mask(u, 0x00ff00ff), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-    VI odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(x, 8));
-    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+    VI w = _mm256_xor_si256(u, _mm256_set1_epi8(-128));
+    u = _mm256_abs_epi8(w);
+    x = _mm256_sign_epi8(x, w);
   }
   return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, x), _mm256_set1_epi16(1)));
 }

@@ -140,16 +140,18 @@ static inline VF load_s8(const void *p) { return to_float(_mm512_cvtepi8_epi32(_
 static inline void store_s8(int8_t *p, VF v) {
   _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
 }
-// acc + the four products of unsigned bytes of u and signed bytes of x; u above 127 only with WIDE
+// acc + the four products of unsigned bytes of u, below 128, and bytes of x in -127 .. 127; with WIDE, of any bytes, less 128 if
+// WIDE_OFFSET: without an instruction for it, the sums of two products must fit 16 bits
+enum { WIDE_OFFSET = !KILAT_DP };
 template <bool WIDE>
 INLINE VI dot4(VI acc, VI u, VI x) {
 #if KILAT_DP
   return _mm512_dpbusd_epi32(acc, u, x);
 #else
   if constexpr (WIDE) {
-    VI even = _mm512_madd_epi16(and_mask(u, 0x00ff00ff), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
-    VI odd = _mm512_madd_epi16(_mm512_srli_epi16(u, 8), _mm512_srai_epi16(x, 8));
-    return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+    VI w = _mm512_xor_si512(u, _mm512_set1_epi8(-128));
+    u = _mm512_abs_epi8(w);
+    x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), zero_i(), x);
   }
   return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(u, x), _mm512_set1_epi16(1)));
 #endif

@@ -131,6 +131,7 @@ static inline void store_s8(int8_t *p, VF v) {
   for (int i = 0; i < W; i++) p[i] = int8_t(nearbyintf(v[i]));
 }
 // acc + the four products of unsigned bytes of u and signed bytes of x
+enum { WIDE_OFFSET = 0 };
 template <bool WIDE>
 INLINE VI dot4(VI acc, VI u, VI x) {
   uint8_t a[W * 4];
