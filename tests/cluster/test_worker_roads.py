@@ -7,6 +7,7 @@ import pytest
 from sched_engine import Memory
 
 from kilat.base.errors import ConfigError
+from kilat.cluster.config import ServeConfig
 from kilat.cluster.worker.mover import Roads
 from kilat.cluster.worker.roads import open_roads
 from kilat.cluster.worker_config import WorkerConfig
@@ -48,3 +49,9 @@ def test_pool_that_is_not_shared_cannot_be_mapped() -> None:
     private = SimpleNamespace(layout=memory.layout, view=memory.view, fd=None)
     with pytest.raises(ConfigError, match="shared_pool"):
         open_roads(config("shm"), private)
+
+
+def test_default_kinds_leave_out_those_for_other_memory() -> None:
+    default = next(f.default for f in msgspec.structs.fields(ServeConfig) if f.name == "transports")
+    assert kinds(open_roads(config(*default), Memory(4, 4))) == ["shm", "tcp"]
+    assert "cuda_ipc" in default

@@ -22,7 +22,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     workers              workers that compute prompts and go on with them; each has an equal part of the cores
     prefill, decode      workers that mainly compute prompts, and that mainly go on with them
     ttft_slo_s, tpot_slo_s  targets, both or none: workers' shares of the two kinds of work follow the traffic to keep them
-    transports           how workers read each other's pages, best first; a lone worker needs none
+    transports           how workers read each other's pages, best first; those that do not fit where the pages lie are left out
     api_keys             clients must present one of these; a key ``kl_<name>_<secret>`` belongs to tenant ``<name>``
     port                 0 takes a free port, which is printed
     drain_s              after SIGTERM running answers get this long to end
@@ -48,7 +48,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decode: int = 0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
-    transports: tuple[str, ...] = ("shm", "tcp")
+    transports: tuple[str, ...] = ("shm", "cuda_ipc", "tcp")
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
