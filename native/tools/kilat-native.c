@@ -109,7 +109,7 @@ static int parse(int argc, char **argv, arguments *a) {
 
 /* The prompt's ids, to be freed; NULL after a message. */
 static int32_t *prompt_ids(kilat_model *m, const arguments *a, int64_t *n) {
-  size_t room = strlen(a->ids ? a->ids : a->prompt) + 4;
+  size_t room = 3 * strlen(a->ids ? a->ids : a->prompt) + 4; /* an id a byte, and normalization can make three bytes of one */
   int32_t *ids = malloc(room * sizeof *ids);
   if (!ids) return NULL;
   *n = 0;

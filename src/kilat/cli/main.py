@@ -67,6 +67,7 @@ def build_parser() -> Parser:
     _server(explain)
     _chat(_command(commands, "chat", "talk to a model in the terminal"))
     _run(_command(commands, "run", "answer every row of a JSONL file; run it again to go on after a kill"))
+    _native(_command(commands, "native", "one prompt, one stream, in the C runtime: no torch, no server"))
     bench = _command(commands, "bench", "measure throughput, latency, or serving under load")
     kinds = bench.add_subparsers(metavar="KIND", required=True, parser_class=Parser)
     _bench_throughput(_command(kinds, "throughput", "offline: all requests at once", "bench"))
@@ -242,6 +243,33 @@ def _run(parser: Parser) -> None:
         help="seconds per try (default 3600)",
     )
     _target(parser)
+
+
+def _native(parser: Parser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL_HELP)
+    add("-p", "--prompt", required=True, metavar="TEXT", help="what to go on with")
+    add("--chat", action="store_true", help="TEXT is a user's message, in the model's chat template")
+    add("--max-tokens", type=integer(1, 2**24), default=128, metavar="N", help="most tokens (default 128)")
+    add("--temperature", type=number(0, 100), default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--top-k", type=integer(0, 2**24), default=0, metavar="K", help="0 is off (default)")
+    add("--top-p", type=number(1e-9, 1), default=1.0, metavar="P", help="1 is off (default)")
+    add("--min-p", type=number(0, 1), default=0.0, metavar="P", help="0 is off (default)")
+    add("--seed", type=integer(0, 2**63 - 1), default=0, metavar="S", help="of the draws (default 0)")
+    add("--ignore-eos", action="store_true", help="go on after an id that ends a text")
+    add(
+        "--context", type=integer(1, 2**24), default=0, metavar="N", help="default: the model's, at most 4096"
+    )
+    add("--threads", type=integer(1, 1024), default=0, metavar="N", help="default: one per processor")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of activations and KV")
+    add(
+        "--weights",
+        choices=("auto", "stored", "wide"),
+        default="auto",
+        help="stored: block formats stay as they are",
+    )
+    add("--stats", action="store_true", help="times and memory, on stderr")
 
 
 def _bench_throughput(parser: Parser) -> None:

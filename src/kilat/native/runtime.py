@@ -141,7 +141,8 @@ class NativeModel:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of ``text`` with the tokenizer of a GGUF file; ``special`` recognises control tokens and adds BOS where wanted."""
         raw = text.encode("utf-8")
-        ids, n = np.empty(len(raw) + 4, np.int32), c_int64()
+        # an id a byte at most, and normalization can make three of one
+        ids, n = np.empty(3 * len(raw) + 4, np.int32), c_int64()
         self.check(
             self.library.kilat_encode(
                 self.handle, raw, len(raw), special, ids.ctypes.data, len(ids), byref(n)

@@ -1,0 +1,92 @@
+"""`kilat native MODEL -p TEXT`: one prompt and one stream in the native runtime, without the engine and without torch."""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kilat.base.errors import ConfigError
+from kilat.cli.fetch import fetch
+from kilat.cli.text import n_bytes_text
+from kilat.load.files import ModelFiles
+from kilat.native import library
+from kilat.native.runtime import MemoryOwner, NativeModel, NativeSession, Sampling
+from kilat.text.detokenize import StreamDetokenizer
+from kilat.text.template import load_template
+from kilat.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Seconds on ``time.perf_counter``."""
+
+    begin: float
+    opened: float = 0.0
+    ready: float = 0.0
+    first: float = 0.0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; errors are raised."""
+    files = fetch(args.model)
+    tokenizer = Tokenizer.from_files(files)
+    prompt = _prompt_ids(files, tokenizer, args)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    library.load()  # built now if it was not, which is no part of the times
+    clock = _Clock(time.perf_counter())
+    options = {"device": args.device, "threads": args.threads, "dtype": args.dtype, "weights": args.weights}
+    with NativeModel(files.path, **options) as model:
+        clock.opened = time.perf_counter()
+        with model.session(args.context) as session:
+            clock.ready = time.perf_counter()
+            end = () if args.ignore_eos else model.info.end_ids
+            most = min(args.max_tokens, session.context - len(prompt) + 1)
+            text = StreamDetokenizer(tokenizer)
+            n = 0
+            for token in _stream(session, prompt, sampling, most):
+                n += 1
+                clock.first = clock.first or time.perf_counter()
+                if token in end:
+                    break
+                print(text.push([token]), end="", flush=True)
+            print(text.finish())
+            done = time.perf_counter()
+            if args.stats:
+                _report(model, session, clock, done, n)
+    return 0
+
+
+def _prompt_ids(files: ModelFiles, tokenizer: Tokenizer, args: argparse.Namespace) -> list[int]:
+    if not args.chat:
+        return tokenizer.encode(args.prompt)
+    template = load_template(files, tokenizer)
+    if template is None:
+        raise ConfigError("the model has no chat template: leave --chat out, and give the whole prompt")
+    message = {"role": "user", "content": args.prompt}
+    return tokenizer.encode(template.render([message]), add_special=False)
+
+
+def _stream(session: NativeSession, prompt: list[int], sampling: Sampling, most: int) -> Iterator[int]:
+    token = session.prefill(prompt, sampling)
+    assert token is not None
+    yield token
+    for _ in range(most - 1):
+        token = session.step(token, sampling)
+        assert token is not None
+        yield token
+
+
+def _report(model: NativeModel, session: NativeSession, clock: _Clock, done: float, n: int) -> None:
+    """Times and memory, on stderr."""
+    decode = f", decode {(n - 1) / (done - clock.first):,.1f} tokens/s" if n > 1 else ""
+    print(
+        f"{model.info.kernels}, {model.info.dtype}, weights {model.info.weights}: load {clock.opened - clock.begin:.3f} s, session "
+        f"{clock.ready - clock.opened:.3f} s, first token {clock.first - clock.ready:.3f} s{decode}",
+        file=sys.stderr,
+    )
+    owners = [o for o in model.memory(session) if o.host_bytes or o.device_bytes]
+    total = MemoryOwner("all", sum(o.host_bytes for o in owners), sum(o.device_bytes for o in owners))
+    for o in (*owners, total):
+        on_device = f" {n_bytes_text(o.device_bytes):>12} on the device" if total.device_bytes else ""
+        print(f"{o.owner:12} {n_bytes_text(o.host_bytes):>12}{on_device}", file=sys.stderr)
