@@ -63,10 +63,18 @@ def attend(
     """Keys first .. last - 1 (first a multiple of TILE) for queries q [M, D_PAD] at ``position`` [M]; none sees a key past last - 1.
 
     ``page`` are the pages of the first tile's tokens. State: acc [M, D_PAD] fp32 weighted sum, top [M] maximum score so far, total [M] sum of weights; scores are in powers of two.
-    Without MASK ``last`` is a multiple of TILE and every key is visible to every query. Keys and values in e4m3 become q's dtype; their
-    scales are the caller's, see ``head_scale``.
+    Without MASK ``last`` is a multiple of TILE and every key is visible to every query. Keys and values in e4m3 are multiplied as
+    fp16, which holds them exactly; their scales are the caller's, see ``head_scale``. A NaN among such values is not seen as one.
     """
     d = tl.arange(0, D_PAD)
+    PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
+    KIND: tl.constexpr = tl.float16 if PAIRS else q.dtype
+    q = q.to(KIND)
+    if PAIRS:
+        # values are read two by two: matrix units want them transposed, which shared memory does for 16 bits but not for 8
+        even, odd = tl.split(tl.reshape(acc * (1.0 / 256.0), (acc.shape[0], D_PAD // 2, 2)))
+        pair_ptr = (k_ptr + kv_stride).to(tl.pointer_type(tl.int16), bitcast=True)
+        h = tl.arange(0, D_PAD // 2)
     # page ids are fetched one tile ahead: the loads of K and V then depend on registers only and can run several tiles ahead
     for start in tl.range(first, last, TILE, num_stages=STAGES):
         at = start + tl.arange(0, TILE)
@@ -79,7 +87,7 @@ def attend(
             )
         else:
             k = tl.load(k_ptr + place[None, :] + d[:, None])
-        s = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        s = tl.dot(q, k.to(KIND), input_precision="ieee") * scale
         if MASK:
             seen = (at[None, :] <= position[:, None]) & (at[None, :] < last)
             if WINDOW > 0:
@@ -91,18 +99,34 @@ def attend(
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        if MASK or D_PAD != D:
+        if PAIRS:
+            pair = tl.load(
+                pair_ptr + (place // 2)[:, None] + h[None, :],
+                mask=(at[:, None] < last) & (h[None, :] < D // 2),
+                other=0,
+            )
+            even = tl.dot(p.to(KIND), _fp16(pair), even * shrink[:, None])
+            odd = tl.dot(p.to(KIND), _fp16(pair >> 8), odd * shrink[:, None])
+        elif MASK or D_PAD != D:
             v = tl.load(
                 k_ptr + kv_stride + place[:, None] + d[None, :],
                 mask=(at[:, None] < last) & (d[None, :] < D),
                 other=0.0,
             )
+            acc = tl.dot(p.to(KIND), v, acc * shrink[:, None], input_precision="ieee")
         else:
             v = tl.load(k_ptr + kv_stride + place[:, None] + d[None, :])
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+            acc = tl.dot(p.to(KIND), v, acc * shrink[:, None], input_precision="ieee")
         top = new_top
+    if PAIRS:
+        acc = tl.reshape(tl.join(even, odd), acc.shape) * 256.0
     return acc, top, total
+
+
+@triton.jit
+def _fp16(bits):
+    """The low byte of ``bits`` int16, an e4m3 number, as fp16 / 256: the exponents' zeros lie 8 apart."""
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
