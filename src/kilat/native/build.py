@@ -17,4 +17,4 @@ def build() -> Path:
         )
     # -O3: the conversion of weights at start-up is loops that only this level makes vectors of
     units = cpu_units() | {f"../runtime/{file.name}": ["-O3"] for file in files}
-    return build_library("the native runtime", units, ["-Wl,--exclude-libs,ALL"])
+    return build_library("the native runtime", units)

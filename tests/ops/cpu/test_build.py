@@ -51,7 +51,18 @@ def test_source_that_does_not_compile_is_reported_and_leaves_nothing_behind(smal
     (small_sources / "pool.cpp").write_text("int f(void) { return no_such_name; }\n")
     with pytest.raises(ConfigError, match="no_such_name"):
         building.build()
-    assert [p.name for p in (tmp_path / "cache/native").iterdir()] == ["build.lock"]
+    assert sorted(p.name for p in (tmp_path / "cache/native").iterdir()) == ["build.lock", "objects"]
+
+
+def test_only_what_changed_is_compiled_again(small_sources, tmp_path):
+    building.build()
+    objects = tmp_path / "cache/native/objects"
+    before = {p.name: p.stat().st_mtime_ns for p in objects.iterdir()}
+    (small_sources / "pool.h").write_text("// changed\n")
+    (small_sources / "pool.cpp").write_text('#include "pool.h"\nextern "C" int changed(void) { return 1; }\n')
+    building.build()
+    after = {p.name: p.stat().st_mtime_ns for p in objects.iterdir()}
+    assert len(after) == len(before) + 1 and after.items() >= before.items()
 
 
 def test_library_of_another_kind_is_refused(small_sources):

@@ -4,10 +4,10 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +19,8 @@ TIMEOUT_S = 300
 _FLAGS = (
     "-std=c++17 -O2 -fPIC -fvisibility=hidden -fno-strict-aliasing -ffp-contract=off -pthread -Wno-psabi"
 ).split()
-_NO_EXCEPTIONS = ("-fno-exceptions", "-fno-rtti")
+_HEADER = re.compile(r'"([^"\n]+\.h)"')
+_PLAIN = ["-fno-exceptions", "-fno-rtti"]
 _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split()
 # File -> flags of its own. Only the file of an instruction set may use it; which one runs is decided at run time.
 _X86 = {
@@ -54,20 +55,22 @@ def compiler() -> str | None:
 
 def cpu_units() -> dict[str, list[str]]:
     """File -> flags of its own, for every file of native/cpu that this machine's kind of processor needs."""
-    return {**_COMMON, **(_X86 if platform.machine() in ("x86_64", "AMD64") else {})}
+    units = {**_COMMON, **(_X86 if platform.machine() in ("x86_64", "AMD64") else {})}
+    return {name: [*_PLAIN, *own] for name, own in units.items()}
 
 
 def build() -> Path:
     """Path of the shared library, built now if the cache has none for these sources. Raises ConfigError with the reason when it
     cannot be built."""
-    return build_library("the CPU kernels", cpu_units(), _NO_EXCEPTIONS)
+    return build_library("the CPU kernels", cpu_units())
 
 
-def build_library(what: str, units: dict[str, list[str]], common: Sequence[str]) -> Path:
-    """The shared library of ``units`` (paths relative to native/cpu -> flags of their own) with the ``common`` flags, from the cache or
-    built now. ``what`` it is goes into messages.
+def build_library(what: str, units: dict[str, list[str]]) -> Path:
+    """The shared library of ``units`` (paths relative to native/cpu -> flags of their own), from the cache or built now. ``what`` it is
+    goes into messages.
 
-    Processes that start together build once (a lock file). Raises ConfigError with the reason when it cannot be built.
+    Processes that start together build once (a lock file), and a file that two libraries share is compiled once. Raises ConfigError
+    with the reason when it cannot be built.
     """
     sources = source_dir()
     if sources is None:
@@ -79,47 +82,71 @@ def build_library(what: str, units: dict[str, list[str]], common: Sequence[str])
         )
     folder = env.cache_dir() / "native"
     folder.mkdir(parents=True, exist_ok=True)
-    flags = [*_FLAGS, *common]
-    target = folder / f"{_fingerprint(sources, units, [cxx, *flags])}.so"
+    compile_ = [cxx, *_FLAGS]
+    # path, flags and what becomes of it
+    objects = {
+        sources / name: (own, folder / "objects" / f"{_fingerprint(sources / name, [*compile_, *own])}.o")
+        for name, own in units.items()
+    }
+    names = "".join(out.name for _, out in objects.values())
+    target = folder / f"{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.so"
     if target.exists():
         return target
     with (folder / "build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             event(get_logger("ops.cpu"), f"building {what}, once", compiler=cxx, library=target)
-            _compile(what, [cxx, *flags], sources, units, target)
+            _compile(what, compile_, objects, target)
     return target
 
 
-def _fingerprint(sources: Path, units: dict[str, list[str]], compile_: list[str]) -> str:
-    """Hash of everything that decides the library's bits; the compiler by path, size and time."""
+def _fingerprint(source: Path, command: list[str]) -> str:
+    """Hash of everything that decides an object's bits: the file, the headers it names, the command, the compiler's size and time."""
     digest = hashlib.blake2b(digest_size=12)
-    stat = os.stat(compile_[0])
-    digest.update(repr((sorted(units.items()), compile_, stat.st_size, stat.st_mtime_ns)).encode())
-    folders = {(sources / unit).resolve().parent for unit in units}
-    headers = [h for folder in (*folders, sources.parent / "include") for h in folder.glob("*.h")]
-    for path in sorted(headers) + sorted(sources / unit for unit in units):
+    stat = os.stat(command[0])
+    digest.update(repr((command, stat.st_size, stat.st_mtime_ns)).encode())
+    for path in sorted(_with_headers(source.resolve(), set())):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
+def _with_headers(source: Path, found: set[Path]) -> set[Path]:
+    """``found`` with ``source`` and all headers that it names, or that those name."""
+    if source not in found and source.is_file():
+        found.add(source)
+        for name in _HEADER.findall(source.read_text(encoding="utf-8")):
+            _with_headers((source.parent / name).resolve(), found)
+    return found
+
+
 def _compile(
-    what: str, compile_: list[str], sources: Path, units: dict[str, list[str]], target: Path
+    what: str, compile_: list[str], objects: dict[Path, tuple[list[str], Path]], target: Path
 ) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as raw:
         work = Path(raw)
+
+        def make(source: Path, own: list[str], out: Path) -> str | None:
+            made = work / out.name
+            error = _run([*compile_, *own, "-c", str(source), "-o", str(made)])
+            if error is None:
+                out.parent.mkdir(exist_ok=True)
+                os.replace(made, out)
+            return error
+
         # a few at a time: a compiler takes hundreds of MB
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [
-                pool.submit(_run, [*compile_, *own, "-c", str(sources / name), "-o", str(work / f"{i}.o")])
-                for i, (name, own) in enumerate(units.items())
+                pool.submit(make, source, own, out)
+                for source, (own, out) in objects.items()
+                if not out.exists()
             ]
         failures = [error for job in jobs if (error := job.result())]
         if failures:
             raise ConfigError(f"{what} do not compile with {compile_[0]}: {failures[0]}")
-        objects = sorted(map(str, work.glob("*.o")))
         out = work / "kilat.so"
-        link = [compile_[0], "-shared", "-pthread", "-o", str(out), *objects]
+        inputs = [str(made) for _, made in objects.values()]
+        # one library's names are not another's: processes load several
+        link = [compile_[0], "-shared", "-pthread", "-Wl,-Bsymbolic", "-o", str(out), *inputs]
         if error := _run(link):
             raise ConfigError(f"{what} do not link with {compile_[0]}: {error}")
         os.replace(out, target)
