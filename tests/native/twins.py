@@ -83,7 +83,7 @@ def engine_streams(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.nd
         x = model.embedding(batch.token_ids)
         for i, layer in enumerate(model.layers):
             entering = x if residual is None else x + residual
-            streams.append(entering[-1])
+            streams.append(entering[-1].clone())  # the layer updates its residual in place
             x, residual = layer(x, residual, model.cos_sin, engine.runner.kv[:, i], batch)
         y, stream = plain.add_rms_norm(x[-1:], residual[-1:].clone(), model.norm, model.config.norm_eps)
         streams.append(stream[0])
