@@ -134,6 +134,9 @@ class FakeEngine:
                     events.append(SessionEvent(branch, found.record.epoch, found.seq, [], finish="abort"))
         return events
 
+    def prepare(self):
+        return False
+
     def step(self) -> list[SessionEvent]:
         self.step_count += 1
         if self.settings.step_s:

@@ -88,6 +88,9 @@ class SchedEngine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def prepare(self):
+        return False
+
     def step(self) -> list[SessionEvent]:
         if not self.gate.is_set():
             return []

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kilat.base import metrics
-from kilat.engine.graphs import ROW_BUCKETS, Shape
+from kilat.engine.graphs import ROW_BUCKETS, TOKEN_BUCKETS, Shape, likely_shapes
 from kilat.wire.sampling import Grammar
 from tests.engine.harness import make_engine, record, run, tiny_model
 
@@ -86,4 +86,43 @@ def test_slots_return_when_sessions_end(model):
         run(engine, [record(f"r{round_}-{i}", [i, round_], max_tokens=1 + i) for i in range(6)])
     run(engine, [record("last", [1])])
     assert len(engine.runner._slots) <= 1
+    engine.close()
+
+
+def test_likely_shapes_hold_every_step_of_a_small_server_and_are_bounded():
+    shapes = list(likely_shapes(64, 2048, 2048))
+    assert len(set(shapes)) == len(shapes) < 250
+    decode = [s for s in shapes if s.max_q_len == 1 and s.mode == "greedy"]
+    assert shapes[: len(decode)] == decode and [s.rows for s in decode] == [r for r in ROW_BUCKETS if r <= 64]
+    assert {s.tokens for s in shapes if s.max_q_len > 1} == set(TOKEN_BUCKETS)
+    assert all(s.rows <= 64 and s.tokens <= 2048 for s in shapes)
+
+
+def test_steps_on_the_scratch_page_between_others_change_no_id(model):
+    jobs = [record(f"s{i}", [i] * (i + 1), max_tokens=12, ignore_eos=True) for i in range(5)]
+    expected = run(make_engine(model), jobs)
+    engine = make_engine(model, runner="device", depth=1)
+    runner = engine.runner
+    shapes = iter(
+        likely_shapes(runner.limits.max_rows, runner.limits.max_tokens, runner.limits.max_model_len)
+    )
+    for job in jobs:
+        engine.submit(job)
+    got = {}
+    while engine.has_work:
+        for event in engine.step():
+            got.setdefault(event.session_id, []).extend(event.token_ids)
+        shape = next(shapes, None)
+        if shape is not None:
+            runner._send_scratch(shape)
+            assert len(runner.graphs._compute(shape)) == shape.rows
+    assert got == {k: list(v) for k, v in expected.items()}
+    engine.close()
+
+
+def test_without_a_device_there_is_nothing_to_prepare(model):
+    engine = make_engine(model, runner="device")
+    assert engine.prepare() is False
+    engine.submit(record("a", [1, 2]))
+    assert engine.prepare() is False
     engine.close()

@@ -190,6 +190,19 @@ class Engine:
         """``Scheduler.page_names``: everything that can be found."""
         return self.scheduler.page_names()
 
+    def n_known(self, names: Sequence[bytes]) -> int:
+        """``Scheduler.n_known``: pages of this chain that need not be computed."""
+        return self.scheduler.n_known(names)
+
+    def watch_evictions(self, hear: Callable[[bytes, int], None]) -> None:
+        """``Scheduler.watch_evictions``: within ``hear`` the page can be read through :attr:`pages`, on a device too."""
+        self.scheduler.watch_evictions(hear)
+
+    @property
+    def prefill_token_s(self) -> float | None:
+        """``Scheduler.prefill_token_s``: what a token of a prompt costs."""
+        return self.scheduler.prefill_token_s
+
     # -- the loop -------------------------------------------------------------------------------------------------------------------
 
     @property
@@ -211,6 +224,10 @@ class Engine:
         elif plan is None:
             self._await_compile()
         return events
+
+    def prepare(self) -> bool:
+        """Use a pause: with no work, do some tens of milliseconds of what makes later steps faster. False when nothing is left to do."""
+        return not self.has_work and self.runner.prepare()
 
     def _await_compile(self) -> None:
         """Nothing runs: give the compiling threads a moment instead of spinning."""

@@ -22,6 +22,7 @@ from kilat.engine.graphs import (
     StepBuffer,
     StepGraphs,
     bucket,
+    likely_shapes,
 )
 from kilat.engine.inputs import host_batch
 from kilat.engine.runner import Flying, MatcherOf, Model, copy_pages
@@ -127,6 +128,31 @@ class DeviceRunner:
         self.run_s += time.perf_counter() - begin
         return flying
 
+    def prepare(self) -> bool:
+        """Capture one more shape that steps are likely to have (tens of milliseconds); False when there is nothing left to do. To be called
+        while no step is in flight."""
+        limits = self.limits
+        kv_bound = bucket(1, KV_BUCKETS, limits.max_model_len)
+        shapes = likely_shapes(limits.max_rows, limits.max_tokens, kv_bound)
+        with torch.inference_mode():
+            return self.graphs.capture_next(shapes, self._send_scratch)
+
+    def _send_scratch(self, shape: Shape) -> None:
+        """Inputs of a step that touches no session: all its tokens go to the scratch page."""
+        f = self._buffer.host(shape)
+        if shape.max_q_len == 1:
+            f["row_start"][:] = np.arange(shape.rows + 1)
+            f["kv_len"][:] = 1
+        else:
+            n = min(shape.tokens, shape.max_kv_len)
+            f["row_start"][:] = n
+            f["kv_len"][:] = 0
+            f["row_start"][0], f["kv_len"][0] = 0, n
+        f["logits_at"][:] = 0
+        f["page_table"][:] = self.limits.scratch_page
+        self._fill_rest([], shape, f)
+        self._buffer.send(shape)
+
     def close(self) -> None:
         if self.kv.device.type == "cuda":
             torch.cuda.synchronize()
@@ -189,7 +215,15 @@ class DeviceRunner:
         return self._launch(rows, shape, f)
 
     def _launch(self, rows: list[Row], shape: Shape, f: dict[str, np.ndarray]) -> Flying:
-        """Fill in what all shapes have in common, send the buffer, run the step."""
+        self._fill_rest(rows, shape, f)
+        self._buffer.send(shape)
+        begin = time.perf_counter()
+        ids = self.graphs.run(shape)
+        self.model_s += time.perf_counter() - begin
+        return self._land(rows, ids[: len(rows)])
+
+    def _fill_rest(self, rows: list[Row], shape: Shape, f: dict[str, np.ndarray]) -> None:
+        """What all shapes have in common: where ids are kept, how they are drawn, and tokens that only fill up."""
         n_rows, n_tokens = len(rows), sum(len(r.token_ids) for r in rows)
         f["token_ids"][n_tokens:] = f["positions"][n_tokens:] = 0
         f["slots"][n_tokens:] = self.limits.scratch_page * self.limits.page_tokens
@@ -198,11 +232,6 @@ class DeviceRunner:
         f["row_slot"][n_rows:] = self._no_slot
         if shape.mode != "greedy":
             self._fill_draws(rows, f)
-        self._buffer.send(shape)
-        begin = time.perf_counter()
-        ids = self.graphs.run(shape)
-        self.model_s += time.perf_counter() - begin
-        return self._land(rows, ids[:n_rows])
 
     def _step(self, batch: StepBatch, slots: Slots, draws: Draws | None, filtered: bool) -> Tensor:
         """The step that graphs hold: put in the pending ids, run the model, draw, keep the ids for the next step."""

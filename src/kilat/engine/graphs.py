@@ -6,7 +6,7 @@ first answers come before any capture. Steps of more tokens than the largest buc
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from kilat.ops.sample import Draws
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 MIXED_ROW_BUCKETS = (8, 32, 64, 128, 256, 512)
 TOKEN_BUCKETS = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-KV_BUCKETS = (1024, 4096, 16_384, 65_536, 262_144)
+KV_BUCKETS = (2048, 16_384, 131_072, 1_048_576)
 MOST_GRAPH_BYTES = 3 << 30
 _TOKEN_INTS = ("token_ids", "positions", "slots", "token_slot")
 _ROW_INTS = ("kv_len", "row_slot", "logits_at", "top_k")
@@ -41,6 +41,17 @@ class Shape:
     max_q_len: int
     max_kv_len: int
     mode: str
+
+
+def likely_shapes(max_rows: int, max_tokens: int, max_kv_len: int) -> Iterator[Shape]:
+    """Shapes that a server is likely to need, those first that most of its steps have: decode steps, then steps with prompt chunks."""
+    for mode in ("greedy", "filtered", "draw"):
+        sizes = sorted({bucket(rows, ROW_BUCKETS, max_rows) for rows in ROW_BUCKETS})
+        yield from (Shape(rows, rows, 1, max_kv_len, mode) for rows in sizes)
+        for rows in sorted({bucket(rows, MIXED_ROW_BUCKETS, max_rows) for rows in MIXED_ROW_BUCKETS}):
+            for tokens in sorted({bucket(n, TOKEN_BUCKETS, max_tokens) for n in TOKEN_BUCKETS}):
+                if tokens > rows or rows == MIXED_ROW_BUCKETS[0]:
+                    yield Shape(tokens, rows, tokens, max_kv_len, mode)
 
 
 class StepBuffer:
@@ -150,6 +161,17 @@ class StepGraphs:
         if shape.mode != "greedy":
             draws = Draws(f["temperature"], f["top_k"], f["top_p"], f["min_p"], f["u"])
         return self.step(batch, Slots(f["token_slot"], f["row_slot"]), draws, shape.mode == "filtered")
+
+    def capture_next(self, shapes: Iterable[Shape], fill: Callable[[Shape], None]) -> bool:
+        """Run and capture the first of ``shapes`` that is not captured yet, on inputs that ``fill`` writes and sends; False when there is
+        none, or no memory for it. Nothing may be in flight."""
+        shape = next((s for s in shapes if s not in self.captured), None) if self.capture else None
+        if shape is None:
+            return False
+        fill(shape)
+        self._compute(shape)  # compiles what the capture then launches
+        self._capture(shape)
+        return True
 
     def close(self) -> None:
         """Give back the graphs and their memory."""

@@ -3,6 +3,7 @@
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 
 import numpy as np
 import psutil
@@ -64,6 +65,7 @@ class PageMemory:
         self.layout = layout
         self.n_pages = n_pages
         self.fd: int | None = None
+        self._staging: np.ndarray | None = None
         shape = (
             n_pages + 1,
             layout.layers,
@@ -95,6 +97,39 @@ class PageMemory:
         os.ftruncate(self.fd, self.n_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return np.frombuffer(mmap.mmap(self.fd, self.n_bytes), np.uint8)
+
+    # -- pages to and from the host's memory; not while a step writes them --------------------------------------------------------
+
+    def save(self, page: int, into: np.ndarray) -> None:
+        """Copy a page to ``into``, uint8 [page_bytes]. On a device it waits for this copy, and not for the step that runs."""
+        if isinstance(self.view, np.ndarray):
+            np.copyto(into, self.view[page])
+            return
+        self._copy(torch.from_numpy(into), self.view[page])
+
+    def load(self, page: int, fill: Callable[[np.ndarray], bool]) -> bool:
+        """Let ``fill`` write a page's bytes, uint8 [page_bytes], and say whether it has; on a device they are copied there then. For one
+        thread at a time, which may be another than the engine's."""
+        if isinstance(self.view, np.ndarray):
+            return fill(self.view[page])
+        if self._staging is None:
+            self._staging = self.host_bytes(self.layout.page_bytes)
+        if not fill(self._staging):
+            return False
+        self._copy(self.view[page], torch.from_numpy(self._staging))
+        return True
+
+    def host_bytes(self, n_bytes: int) -> np.ndarray:
+        """New memory of the host, uint8 [n_bytes], that a device copies to and from fast."""
+        pinned = not isinstance(self.view, np.ndarray)
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+
+    def _copy(self, to: Tensor, source: Tensor) -> None:
+        with torch.cuda.device(self.kv.device):
+            stream = torch.cuda.Stream()  # of its own, from a pool that torch keeps
+            with torch.cuda.stream(stream):
+                to.copy_(source, non_blocking=True)
+            stream.synchronize()
 
     def close(self) -> None:
         """Close the memory file: who has not mapped it yet no longer can. The memory itself lives as long as somebody uses it."""

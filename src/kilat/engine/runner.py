@@ -44,6 +44,10 @@ class Runner(Protocol):
         """Start ``plan``; it may be finished when this returns."""
         ...
 
+    def prepare(self) -> bool:
+        """With nothing in flight: do some of the work that makes later steps faster; False when there is none."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -75,6 +79,9 @@ class HostRunner:
         done: Future[StepResult] = Future()
         done.set_result(self._run(plan))
         return done
+
+    def prepare(self) -> bool:
+        return False
 
     def close(self) -> None:
         if self._thread is not None:
