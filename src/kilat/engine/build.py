@@ -165,6 +165,7 @@ def _limits(config: EngineConfig, choices: _Choices, n_pages: int) -> SchedulerC
         prefix_cache=config.prefix_cache,
         depth=choices.depth,
         target_step_s=choices.target_step_s,
+        token_multiple=64 if choices.device.type == "cuda" else 1,
     )
 
 

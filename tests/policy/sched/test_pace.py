@@ -27,6 +27,14 @@ def test_decode_rows_are_part_of_the_target():
     assert pace.prefill_tokens(95, 500, 16) == 16
 
 
+def test_tokens_of_a_step_that_the_target_bounds_are_a_multiple_of_what_the_device_is_prepared_for():
+    pace = Pace(0.1, token_multiple=64)
+    pace.stepped(0.0, 1.0, 5000, prefill=True)
+    assert pace.prefill_tokens(40, 10_000, 16) + 40 == 448  # 500 would fit
+    assert pace.prefill_tokens(40, 100, 16) == 100
+    assert pace.prefill_tokens(600, 10_000, 16) == 16
+
+
 def test_steps_of_decode_rows_only_do_not_count():
     pace = Pace(0.1)
     pace.stepped(0.0, 1.0, 1000, prefill=True)

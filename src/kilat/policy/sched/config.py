@@ -19,6 +19,7 @@ class SchedulerConfig:
     depth                 plans that may be outstanding: 2 plans a step while the one before runs
     tenant_weights        share of a tenant in the prefill work when several wait; 1 for those not named
     target_step_s         while sessions decode, a step's prefill share is what this leaves; None: only max_step_tokens bounds it
+    token_multiple        such a step's tokens are a multiple of this, for a device that is prepared for steps of some sizes
     """
 
     n_pages: int
@@ -31,9 +32,10 @@ class SchedulerConfig:
     depth: int = 1
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     target_step_s: float | None = None
+    token_multiple: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("n_pages", "page_tokens", "max_num_seqs", "max_step_tokens"):
+        for name in ("n_pages", "page_tokens", "max_num_seqs", "max_step_tokens", "token_multiple"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, allowed 1 or more")
         if self.max_waiting < 0:

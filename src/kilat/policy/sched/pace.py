@@ -9,19 +9,21 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 class Pace:
     """Moving averages of the seconds per token of steps with prefill work, and of the seconds between two finished sessions."""
 
-    def __init__(self, target_step_s: float | None) -> None:
+    def __init__(self, target_step_s: float | None, token_multiple: int = 1) -> None:
         self.target_step_s = target_step_s
+        self.token_multiple = token_multiple
         self.s_per_token: float | None = None
         self.finish_every_s: float | None = None
         self._last_commit_s: float | None = None
         self._last_finish_s: float | None = None
 
     def prefill_tokens(self, n_decode: int, n_left: int, page_tokens: int) -> int:
-        """Tokens of prefill for a step with ``n_decode`` decode rows and ``n_left`` tokens of budget: what the target leaves, never
-        below one page, so that prompts always make progress. Without a stream to protect the budget alone decides."""
+        """Tokens of prefill for a step with ``n_decode`` decode rows and ``n_left`` tokens of budget: what the target leaves,
+        all tokens together a multiple of ``token_multiple``, never below one page, so that prompts always make progress. Without a stream to protect the budget alone decides."""
         if self.target_step_s is None or self.s_per_token is None or n_decode == 0:
             return n_left
-        share = int(self.target_step_s / self.s_per_token) - n_decode
+        total = int(self.target_step_s / self.s_per_token)
+        share = total - total % self.token_multiple - n_decode
         return min(n_left, max(share, page_tokens))
 
     def stepped(self, planned_s: float, now_s: float, n_tokens: int, *, prefill: bool) -> None:

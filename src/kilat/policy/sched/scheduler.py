@@ -56,7 +56,7 @@ class Scheduler:
         self.config = config
         self._door = Door(config, model_id, frozenset(eos_ids))
         self._roster = Roster(config)
-        self._pace = Pace(config.target_step_s)
+        self._pace = Pace(config.target_step_s, config.token_multiple)
         self._outcome = Outcome(self._roster)
         self._in_flight: deque[_Flight] = deque()
         self._n_steps = 0
