@@ -29,6 +29,7 @@ from kilat.cluster.gateway.link import WorkerLinks
 from kilat.cluster.gateway.placing import DispatchConfig
 from kilat.cluster.gateway.prompt import PromptBuilder
 from kilat.cluster.gateway.serving import Gateway
+from kilat.cluster.launchers.local import LocalLauncher
 from kilat.cluster.supervise import Crew, Plant
 from kilat.policy.route.config import RouterConfig
 from kilat.policy.route.router import Router
@@ -114,7 +115,8 @@ class _Deployment:
         self._fleet.on_ready = self._announce
         self._gateway = Gateway(config, self._fleet)
         transports = config.transports if len(crew_places) > 1 else ()
-        self._crew = Crew(Plant(config, self._fleet, command, folder, secret, transports), crew_places)
+        self._launcher = LocalLauncher(command, folder)
+        self._crew = Crew(Plant(config, self._fleet, self._launcher, secret, transports), crew_places)
         self._gateway.drainer = self._crew.drain
         self._server = _Server(_uvicorn_config(self._gateway))
         self._began_s = time.monotonic()
@@ -146,6 +148,7 @@ class _Deployment:
             await asyncio.wait((supervision, serving))
             for task in others:
                 task.cancel()
+            await self._launcher.close()
             self._fleet.close(PeerError("the server stopped; send the request again"))
             self._gateway.close()
         return self._exit_code(supervision, serving)

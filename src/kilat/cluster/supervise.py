@@ -1,28 +1,28 @@
-"""Keeps worker processes alive: starts them, watches them, starts them again, and knows when to give up."""
+"""Keeps workers alive: has them started, watches them, has them started again, and knows when to give up."""
 
 import asyncio
-import os
 import secrets
 import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
-from kilat.base.errors import EngineError, KilatError
+from kilat.base.errors import EngineError, KilatError, PeerError
 from kilat.base.log import event, get_logger
 from kilat.cluster.config import Place, ServeConfig
 from kilat.cluster.gateway.errors import worker_died
 from kilat.cluster.gateway.fleet import Fleet
 from kilat.cluster.gateway.workers import WorkerState
-from kilat.cluster.worker_config import EXIT_BAD_CONFIG, EXIT_START_FAILED, WorkerConfig, write_config
+from kilat.cluster.launchers.launcher import Handle, Launcher
+from kilat.cluster.worker_config import EXIT_BAD_CONFIG, EXIT_START_FAILED, WorkerConfig
 
 MAX_BACKOFF_S = 10.0
 WATCH_S = 0.5
+BLIND_S = 3.0
+"""Of silence, after which a worker that its launcher cannot see either is taken for dead."""
 STOP_GRACE_S = 3.0
 POLL_S = 0.02
 
@@ -31,13 +31,11 @@ _log = get_logger("supervisor")
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """What all workers of a deployment are started with: ``command CONFIG``, the folder for the configuration, the shared secret, and
-    how they read each other's pages."""
+    """What all workers of a deployment are started with: who starts them, the shared secret, and how they read each other's pages."""
 
     config: ServeConfig
     fleet: Fleet
-    command: Sequence[str]
-    folder: Path
+    launcher: Launcher
     secret: str
     transports: tuple[str, ...] = ()
 
@@ -49,7 +47,8 @@ class Supervisor:
         self.place = place
         self._plant = plant
         self._deaths: deque[float] = deque()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._n_misses = 0
+        self._handle: Handle | None = None
         self._worker: WorkerState | None = None
         self._stopping = asyncio.Event()
         self._retired: bool | None = None  # True: start a new one when it has ended
@@ -58,9 +57,12 @@ class Supervisor:
         """Returns when the worker has ended because it was asked to. Raises EngineError when it cannot be kept alive."""
         ever_ready = False
         while not self._stopping.is_set():
-            process, worker = self._spawn()
-            watcher = asyncio.create_task(self._watch(process, worker))
-            code = await asyncio.get_running_loop().run_in_executor(None, process.wait)
+            started = await self._start()
+            if started is None:
+                continue
+            handle, worker = started
+            watcher = asyncio.create_task(self._watch(handle, worker))
+            code = await handle.wait()
             watcher.cancel()
             ever_ready = ever_ready or worker.hello is not None
             reason = worker.fatal or _exit_words(code)
@@ -68,14 +70,12 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             if self._retired is not None:
-                event(_log, "worker_drained", worker=self.place.name, pid=process.pid, code=code)
+                event(_log, "worker_drained", worker=self.place.name, pid=handle.pid, code=code)
                 if not self._retired:
                     return
                 self._retired = None
                 continue
-            event(
-                _log, "worker_died", worker=self.place.name, pid=process.pid, code=code, reason=repr(reason)
-            )
+            event(_log, "worker_died", worker=self.place.name, pid=handle.pid, code=code, reason=repr(reason))
             # A first start that failed in building the engine fails the same way again.
             if code == EXIT_BAD_CONFIG or (code == EXIT_START_FAILED and not ever_ready):
                 raise EngineError(reason)
@@ -93,77 +93,109 @@ class Supervisor:
     async def drain(self, again: bool, drain_s: float) -> int:
         """Let the worker's sessions move elsewhere, for at most ``drain_s`` seconds, and end it; returns how many it had. Raises
         CapacityError when no other worker could take them."""
-        fleet, worker, process = self._plant.fleet, self._worker, self._process
-        assert worker is not None and process is not None
+        fleet, worker, handle = self._plant.fleet, self._worker, self._handle
+        assert worker is not None and handle is not None
         n_sessions = fleet.dispatcher.n_sessions(worker.worker_id)
         fleet.retire(worker)
         event(_log, "worker_draining", worker=self.place.name, sessions=n_sessions)
         deadline_s = time.monotonic() + drain_s
         while not fleet.dispatcher.is_idle(worker.worker_id) and time.monotonic() < deadline_s:
-            if process.poll() is not None:
+            if handle.ended:
                 return n_sessions  # it died meanwhile: run() knows what to do
             await asyncio.sleep(POLL_S)
         self._retired = again
-        await self._end(process, worker, 0.0)
+        await self._end(handle, worker, 0.0)
         return n_sessions
 
     async def stop(self, drain_s: float) -> None:
         """End the worker for good: ask, then after ``drain_s`` and a little, kill. Idempotent."""
         self._stopping.set()
-        if self._process is not None and self._worker is not None:
-            await self._end(self._process, self._worker, drain_s)
+        if self._handle is not None and self._worker is not None:
+            await self._end(self._handle, self._worker, drain_s)
 
-    async def _end(self, process: "subprocess.Popen[bytes]", worker: WorkerState, drain_s: float) -> None:
-        if process.poll() is not None:
+    async def _end(self, handle: Handle, worker: WorkerState, drain_s: float) -> None:
+        if handle.ended:
             return
         self._plant.fleet.ask_to_end(worker, drain_s)
         if worker.hello is None:  # still loading: it does not read its socket yet
-            process.terminate()
+            handle.terminate()
         deadline_s = time.monotonic() + drain_s + STOP_GRACE_S
-        while process.poll() is None and time.monotonic() < deadline_s:
+        while not handle.ended and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        if not handle.ended:
+            handle.kill()
+            await handle.wait()
 
-    def _spawn(self) -> "tuple[subprocess.Popen[bytes], WorkerState]":
+    async def _start(self) -> tuple[Handle, WorkerState] | None:
+        """Have the worker started. None when that did not work this time, after a pause, or when this place is stopped. Raises
+        EngineError when it never will."""
         plant, place = self._plant, self.place
         worker_id = f"{place.name}.{secrets.token_hex(8)}"
-        path = plant.folder / f"{worker_id}.json"
-        settings = WorkerConfig(
+        worker = plant.fleet.expect(worker_id, place.name, (place.prefill_weight, place.decode_weight))
+        starting = asyncio.ensure_future(plant.launcher.start(place, self._settings(worker_id)))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not starting.done():
+                starting.cancel()
+                await asyncio.wait((starting,))
+        try:
+            handle = starting.result()
+        except (asyncio.CancelledError, PeerError, EngineError) as e:
+            plant.fleet.lost(worker_id, worker_died("was not started"))
+            if isinstance(e, asyncio.CancelledError):
+                return None
+            event(_log, "worker_not_started", worker=place.name, reason=repr(str(e)))
+            if isinstance(e, EngineError):
+                raise
+            # Nothing died, so this is no reason to give up.
+            pause_s = min(plant.config.backoff_s * 2**self._n_misses, MAX_BACKOFF_S)
+            self._n_misses += pause_s < MAX_BACKOFF_S
+            await self._stopped_within(pause_s)
+            return None
+        self._n_misses = 0
+        event(
+            _log,
+            "worker_started",
+            pid=handle.pid,
+            worker=worker_id,
+            cores=_ranges(place.cores),
+            host=handle.host or "here",
+        )
+        self._handle, self._worker = handle, worker
+        if self._stopping.is_set():  # stop() came too early to see it
+            await self._end(handle, worker, 0.0)
+        return handle, worker
+
+    def _settings(self, worker_id: str) -> WorkerConfig:
+        plant = self._plant
+        return WorkerConfig(
             address=plant.fleet.links.address,
             secret=plant.secret,
             worker_id=worker_id,
-            parent_pid=os.getpid(),
             engine=msgspec.Raw(msgspec.json.encode(plant.config.engine)),
             status_interval_s=plant.config.status_interval_s,
             drain_s=plant.config.drain_s,
             transports=plant.transports,
         )
-        write_config(path, settings)
-        worker = plant.fleet.expect(worker_id, place.name, (place.prefill_weight, place.decode_weight))
-        # A session of its own: Ctrl-C in the terminal is for the gateway. Standard output is the gateway's alone.
-        process = subprocess.Popen(
-            [*plant.command, str(path)], stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
-        )
-        if place.cores and hasattr(os, "sched_setaffinity"):
-            # It has one thread yet, and those that it starts inherit its cores.
-            os.sched_setaffinity(process.pid, place.cores)
-        event(_log, "worker_started", pid=process.pid, worker=worker_id, cores=_ranges(place.cores))
-        self._process, self._worker = process, worker
-        return process, worker
 
-    async def _watch(self, process: "subprocess.Popen[bytes]", worker: WorkerState) -> None:
+    async def _watch(self, handle: Handle, worker: WorkerState) -> None:
         """Kill a worker that was ready once and then fell silent, or whose step does not end."""
         c = self._plant.config
         while True:
             await asyncio.sleep(WATCH_S)
+            silent_s, age_s = self._plant.fleet.silent_s(worker), worker.step_age_s
+            if handle.blind and silent_s > max(BLIND_S, 4 * c.status_interval_s):
+                worker.fatal = f"lost: silent for {silent_s:.1f} s, and its host cannot be asked"
+                handle.kill()
+                return
             if worker.hello is None:
                 continue
-            silent_s, age_s = self._plant.fleet.silent_s(worker), worker.step_age_s
             if silent_s > c.worker_timeout_s or age_s > c.step_timeout_s:
                 worker.fatal = f"silent for {silent_s:.1f} s, in one step for {age_s:.1f} s: killed"
-                process.send_signal(signal.SIGKILL)
+                handle.kill()
                 return
 
     def _pause_s(self, reason: str) -> float:
@@ -222,7 +254,9 @@ class Crew:
         await asyncio.gather(*(s.stop(drain_s) for s in self._supervisors))
 
 
-def _exit_words(code: int) -> str:
+def _exit_words(code: int | None) -> str:
+    if code is None:
+        return "was lost"
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with status {code}"

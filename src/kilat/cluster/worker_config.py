@@ -14,6 +14,7 @@ EXIT_BAD_CONFIG = 78  # starting again would fail again
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the gateway is, who this worker is, and the engine's settings as JSON that its factory reads.
 
+    ``parent_pid``: the process that started it, and without which it ends; filled in by its launcher.
     ``transports``: how other workers may read its pages and it theirs, best first; none for a worker that is alone. ``shm`` (the engine
     needs ``shared_pool``) and ``tcp`` (listens on ``page_host``) are for pages in the host's memory, ``cuda_ipc`` for pages on a CUDA
     device; those that do not fit are left out. ``offer_s``: seconds that pages stay pinned for others.
@@ -22,8 +23,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     address: str
     secret: str
     worker_id: str
-    parent_pid: int
     engine: msgspec.Raw
+    parent_pid: int = 0
     status_interval_s: float = 0.5
     drain_s: float = 30.0
     transports: tuple[str, ...] = ()
