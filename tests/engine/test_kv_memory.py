@@ -115,3 +115,19 @@ def test_the_ledger_sums_by_owner():
     ledger.add("pages", 1)
     assert ledger.owners == {"weights": 11, "pages": 1}
     assert ledger.total() == 12
+
+
+def test_pages_are_saved_and_loaded_by_their_bytes():
+    memory = PageMemory(LAYOUT, 3, torch.device("cpu"))
+    memory.kv[1] = 0.5
+    into = memory.host_bytes(LAYOUT.page_bytes)
+    memory.save(1, into)
+    memory.kv[1] = 0
+
+    def fill(page):
+        page[:] = into
+        return True
+
+    assert memory.load(2, fill)
+    assert torch.all(memory.kv[2] == 0.5) and not memory.kv[1].any()
+    assert not memory.load(0, lambda page: False)

@@ -41,6 +41,18 @@ PAGES_OFFERED = "kilat_pages_offered"
 PAGES_MOVING = "kilat_pages_moving"
 PAGES_QUARANTINED = "kilat_pages_quarantined"
 
+# kv: of each tier of the prefix cache (pages given back, bytes, pages that had to leave, pages that were not what had been written)
+TIER_HOST_HITS = "kilat_tier_host_hits_total"
+TIER_HOST_READ_BYTES = "kilat_tier_host_read_bytes_total"
+TIER_HOST_WRITTEN_BYTES = "kilat_tier_host_written_bytes_total"
+TIER_HOST_EVICTIONS = "kilat_tier_host_evictions_total"
+TIER_DISK_HITS = "kilat_tier_disk_hits_total"
+TIER_DISK_READ_BYTES = "kilat_tier_disk_read_bytes_total"
+TIER_DISK_WRITTEN_BYTES = "kilat_tier_disk_written_bytes_total"
+TIER_DISK_EVICTIONS = "kilat_tier_disk_evictions_total"
+TIER_DISK_DAMAGED = "kilat_tier_disk_damaged_total"
+TIER_PAGES_FORGOTTEN = "kilat_tier_pages_forgotten_total"
+
 # cluster/gateway: of HTTP requests
 REQUESTS = "kilat_requests_total"
 REQUESTS_OPEN = "kilat_requests_open"

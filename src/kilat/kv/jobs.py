@@ -79,7 +79,7 @@ class Jobs:
         return job.ticket
 
     def poll(self) -> list[Done]:
-        """See :meth:`Transport.poll`."""
+        """See :meth:`Reader.poll`."""
         out = []
         while self._done:
             out.append(self._done.popleft())
@@ -87,7 +87,7 @@ class Jobs:
         return out
 
     def cancel(self, ticket: int) -> None:
-        """See :meth:`Transport.cancel`."""
+        """See :meth:`Reader.cancel`."""
         job = self._live.get(ticket)
         if job is not None:
             job.cancelled = True

@@ -5,16 +5,16 @@ from typing import NamedTuple
 
 from kilat.base.errors import PeerError
 from kilat.base.log import event, get_logger
-from kilat.kv.transport import Transport
+from kilat.kv.transport import Reader, Transport
 from kilat.wire.kv import Endpoint, Offer
 
 _log = get_logger("kv")
 
 
 class Ticket(NamedTuple):
-    """A read of one of the transports; ``transport`` is its place among them."""
+    """A read of one of the readers; ``reader`` is its place among them."""
 
-    transport: int
+    reader: int
     number: int
 
 
@@ -28,10 +28,13 @@ class Ended(NamedTuple):
 
 
 class Links:
-    """A worker's transports, best first, and its peers. Owned by one thread; owns the transports."""
+    """A worker's transports, best first, and its peers. Owned by one thread; owns the transports. ``stores`` are read too, by the owner's
+    name that their offers have; no peer knows them."""
 
-    def __init__(self, transports: Sequence[Transport]) -> None:
+    def __init__(self, transports: Sequence[Transport], stores: Mapping[str, Reader] | None = None) -> None:
         self._transports = list(transports)
+        self._readers: list[Reader] = [*transports, *(stores or {}).values()]
+        self._stores = {owner: len(transports) + i for i, owner in enumerate(stores or {})}
         self._peers: dict[str, list[Endpoint]] = {}
         self._way: dict[str, int] = {}
 
@@ -76,25 +79,25 @@ class Links:
     def read(
         self, offer: Offer, take: Sequence[int], into: Sequence[int], deadline_s: float
     ) -> Ticket | None:
-        """See :meth:`Transport.read`; None when there is no way to the owner."""
-        way = self._way.get(offer.owner)
+        """See :meth:`Reader.read`; None when there is no way to the owner."""
+        way = self._stores.get(offer.owner, self._way.get(offer.owner))
         if way is None:
             return None
-        return Ticket(way, self._transports[way].read(offer, take, into, deadline_s))
+        return Ticket(way, self._readers[way].read(offer, take, into, deadline_s))
 
     def poll(self) -> list[Ended]:
-        """Reads that have ended since the last call; see :meth:`Transport.poll`."""
+        """Reads that have ended since the last call; see :meth:`Reader.poll`."""
         return [
             Ended(Ticket(i, done.ticket), done.ok, done.n_bytes, done.why)
-            for i, transport in enumerate(self._transports)
-            for done in transport.poll()
+            for i, reader in enumerate(self._readers)
+            for done in reader.poll()
         ]
 
     def cancel(self, ticket: Ticket) -> None:
         """End a read soon; it is still told by :meth:`poll`."""
-        self._transports[ticket.transport].cancel(ticket.number)
+        self._readers[ticket.reader].cancel(ticket.number)
 
     def close(self) -> None:
-        """Close all transports: nothing touches the pool afterwards."""
-        for transport in self._transports:
-            transport.close()
+        """Close all readers: nothing touches the pool afterwards."""
+        for reader in self._readers:
+            reader.close()

@@ -48,28 +48,8 @@ class Pages:
         return int(self.memory.shape[0])
 
 
-class Transport(Protocol):
-    """Reads pages of peers. All methods are called by one thread and return at once; bytes move in threads of the transport."""
-
-    @property
-    def kind(self) -> str:
-        """Its name in ``Endpoint.transport``."""
-        ...
-
-    def endpoint(self) -> Endpoint:
-        """How peers read this worker's pages."""
-        ...
-
-    def connect(self, worker_id: str, endpoint: Endpoint) -> None:
-        """Know a peer from now on. Raises PeerError when it cannot be read this way: another layout, another host, a dead process.
-
-        A transport that has to wait for the peer connects at the first read instead; then that read fails.
-        """
-        ...
-
-    def forget(self, worker_id: str) -> None:
-        """Know a peer no more: its reads fail soon. Unknown ids are ignored."""
-        ...
+class Reader(Protocol):
+    """Reads pages into own ones. All methods are called by one thread and return at once; bytes move in threads of the reader."""
 
     def read(self, offer: Offer, take: Sequence[int], into: Sequence[int], deadline_s: float) -> int:
         """Start to read ``offer.pages[i] for i in take`` of ``offer.owner`` into own pages ``into``; returns a ticket.
@@ -89,6 +69,30 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """End all reads and threads. Nothing touches the pool afterwards."""
+        ...
+
+
+class Transport(Reader, Protocol):
+    """A reader of peers' pages."""
+
+    @property
+    def kind(self) -> str:
+        """Its name in ``Endpoint.transport``."""
+        ...
+
+    def endpoint(self) -> Endpoint:
+        """How peers read this worker's pages."""
+        ...
+
+    def connect(self, worker_id: str, endpoint: Endpoint) -> None:
+        """Know a peer from now on. Raises PeerError when it cannot be read this way: another layout, another host, a dead process.
+
+        A transport that has to wait for the peer connects at the first read instead; then that read fails.
+        """
+        ...
+
+    def forget(self, worker_id: str) -> None:
+        """Know a peer no more: its reads fail soon. Unknown ids are ignored."""
         ...
 
 

@@ -73,3 +73,27 @@ def test_changes_of_the_index_are_told_once_and_the_collector_is_one():
     assert rig.scheduler.watch_pages() is changes
     stored, dropped = changes.take()
     assert (sorted(stored), dropped) == (sorted(rig.scheduler.page_names()), [])
+
+
+def test_evicted_page_is_told_while_its_content_is_there():
+    rig = Rig(n_pages=6)
+    told: list[tuple[bytes, list[int]]] = []
+    rig.scheduler.watch_evictions(lambda name, page: told.append((name, list(rig.runner.kv[page]))))
+    rig.submit("a", PROMPT[:9], max_tokens=1)
+    rig.run()
+    names = rig.scheduler.page_names()
+    assert rig.scheduler.n_known([*names, b"x"]) == 2 and rig.scheduler.n_known([b"x", *names]) == 0
+    rig.submit("b", [9] * 20, max_tokens=3)
+    rig.run()
+    assert dict(told)[names[0]] == PROMPT[:4] and dict(told)[names[1]] == PROMPT[4:8]
+    n_told = len(told)
+    assert rig.scheduler.reserve(6) is not None  # a move takes cached pages too
+    assert len(told) > n_told
+
+
+def test_rate_of_prompts_is_measured():
+    rig = Rig()
+    assert rig.scheduler.prefill_token_s is None
+    rig.submit("a", PROMPT)
+    rig.run()
+    assert rig.scheduler.prefill_token_s is not None and rig.scheduler.prefill_token_s > 0

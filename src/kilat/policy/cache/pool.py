@@ -12,7 +12,7 @@ last owner. So the content of a used page is always found in a used page, and a 
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kilat.base.errors import EngineError
 from kilat.policy.cache.changes import PageChanges
@@ -23,7 +23,7 @@ class PagePool:
 
     Owners release the pages of a chain together (``release`` goes from its end to its start), so the least recently used cached
     page is always a leaf: its children are older and were evicted before. ``changes``, when somebody sets it, hears of every name that
-    enters or leaves the index.
+    enters or leaves the index; ``on_evict``, of every cached page (name, page) that is about to get an owner who may write it.
     """
 
     def __init__(self, n_pages: int, page_tokens: int) -> None:
@@ -36,6 +36,7 @@ class PagePool:
         self._hash_of: dict[int, bytes] = {}
         self._twins: dict[bytes, list[int]] = {}
         self.changes: PageChanges | None = None
+        self.on_evict: Callable[[bytes, int], None] | None = None
 
     @property
     def n_free(self) -> int:
@@ -64,6 +65,8 @@ class PagePool:
             del self._index[name]
             if self.changes is not None:
                 self.changes.drop(name)
+            if self.on_evict is not None:
+                self.on_evict(name, page)
         else:
             return None
         self._n_owners[page] = 1

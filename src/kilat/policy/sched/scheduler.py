@@ -12,7 +12,7 @@ What may not be added here: math, text, clocks, sockets, and rules about pages (
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -235,6 +235,19 @@ class Scheduler:
     def page_names(self) -> list[bytes]:
         """All page names that can be found, in no order."""
         return self._roster.pool.names()
+
+    def n_known(self, names: Sequence[bytes]) -> int:
+        """How many pages of this chain of names can be found, from its start."""
+        return len(self._roster.pool.match(names))
+
+    def watch_evictions(self, hear: Callable[[bytes, int], None]) -> None:
+        """Call ``hear(name, page)`` from now on before a cached page is given to somebody else: its content is gone after that."""
+        self._roster.pool.on_evict = hear
+
+    @property
+    def prefill_token_s(self) -> float | None:
+        """Seconds per token of steps that compute prompts, as measured lately; None before the first."""
+        return self._pace.s_per_token
 
     # -- a step ---------------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,87 @@
+"""The tier in the host's memory, for pools that lie on a device: a pool in the host's memory gains nothing by a copy beside it."""
+
+import threading
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from kilat.base import metrics
+from kilat.base.errors import ConfigError
+from kilat.kv.tier import Slots, TierCounts
+
+
+class HostTier:
+    """``memory`` is its room, uint8 [n_pages, page_bytes], pinned if the device wants that. What has to leave goes to ``spill`` (name,
+    page) first, the next tier's ``put``. Raises ConfigError without room for a page."""
+
+    kind = "host"
+
+    def __init__(
+        self, memory: np.ndarray, spill: Callable[[bytes, np.ndarray], None] = lambda name, page: None
+    ) -> None:
+        if not len(memory):
+            raise ConfigError("the host tier has no room for one page; give it more memory")
+        self.counts = TierCounts()
+        self._memory = memory
+        self._spill = spill
+        self._slots = Slots(len(memory))
+        self._lock = threading.Lock()
+
+    def has(self, name: bytes) -> bool:
+        with self._lock:
+            return name in self._slots
+
+    def put(self, name: bytes, page: np.ndarray) -> None:
+        with self._lock:
+            if name in self._slots:
+                self._slots.touch([name])
+                return
+            place = self._slots.take()
+        if place is None:
+            return
+        slot, old = place
+        if old is not None:
+            self._spill(old, self._memory[slot])
+        np.copyto(self._memory[slot], page)
+        with self._lock:
+            self._slots.fill(name, slot)
+            self.counts.written_bytes += page.nbytes
+            self.counts.evictions += old is not None
+
+    def get(self, name: bytes, into: np.ndarray) -> bool:
+        with self._lock:
+            slot = self._slots.begin_read(name)
+        if slot is None:
+            return False
+        np.copyto(into, self._memory[slot])
+        with self._lock:
+            self._slots.end_read(slot)
+            self.counts.hits += 1
+            self.counts.read_bytes += into.nbytes
+        return True
+
+    def touch(self, names: Iterable[bytes]) -> None:
+        with self._lock:
+            self._slots.touch(names)
+
+    def names(self) -> list[bytes]:
+        with self._lock:
+            return [name for name, _ in self._slots.items()]
+
+    def take_lost(self) -> list[bytes]:
+        with self._lock:
+            return self._slots.take_lost()
+
+    def counters(self) -> dict[str, float]:
+        c = self.counts
+        return {
+            metrics.TIER_HOST_HITS: float(c.hits),
+            metrics.TIER_HOST_READ_BYTES: float(c.read_bytes),
+            metrics.TIER_HOST_WRITTEN_BYTES: float(c.written_bytes),
+            metrics.TIER_HOST_EVICTIONS: float(c.evictions),
+        }
+
+    def close(self) -> None:
+        """What was in memory only goes to the next tier, the most wanted last."""
+        for name, slot in self._slots.items():
+            self._spill(name, self._memory[slot])
