@@ -111,12 +111,12 @@ def main() -> None:
         results["blocks"]["same_tokens"] = same_tokens(sides, prompts, 64)
     names = list(results["blocks"])
     print_table(
-        f"one stream, {args.model}",
+        f"one stream, {Path(args.model).name}",
         ["weights", *names],
         [[side, *(f"{r[n]:.3f}" if n in r else "" for n in names)] for side, r in results.items()],
     )
     info = sides["blocks"].engine.info
-    subject = Subject(args.model, "cpu", info.dtype, args.threads, info.kernels)
+    subject = Subject(Path(args.model).name, "cpu", info.dtype, args.threads, info.kernels)
     shapes = {"prompt": args.prompt, "tokens": args.tokens, "text_tokens": args.text_tokens, "window": WINDOW}
     rows = [{"weights": side, **r} for side, r in results.items()]
     write_json(args.json, envelope(args, subject, shapes=shapes, results=rows))

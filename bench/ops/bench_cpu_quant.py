@@ -2,7 +2,7 @@
 
     python bench/ops/bench_cpu_quant.py [--threads 2] [--models smollm2,qwen2.5] [--rows 1,2,4,16,64] [--budget-s 0.2] [--json OUT.json]
 
-Weights are cold: each call takes the next of several copies, together larger than the caches. The two take turns and the best call
+Inputs are rounded up to whole blocks. Weights are cold: each call takes the next of several copies, together larger than the caches. The two take turns and the best call
 of each counts. Shares are of the measured read bandwidth; at many rows the products are the limit, and the rate is in GFLOP/s.
 """
 
@@ -18,7 +18,7 @@ from kilat.base.gguf_header import GGML_TYPES
 from kilat.cli.machine import read_machine, source_sha
 from kilat.ops.cpu.kernels import cpu_kernels
 from kilat.ops.kernels import Kernels
-from kilat.ops.linear import BlockWeight
+from kilat.ops.linear import BlockWeight, LinearWeight
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,21 @@ def measure(
     n, k = shape
     blocks = kernels.blocks
     assert blocks is not None
-    copies = max(1, COLD_BYTES // (n * k * 2))
-    plain = [kernels.pack_linear(torch.randn(n, k).to(DTYPE), None) for _ in range(copies)]
     cases = []
+    width, plain = 0, list[LinearWeight]()
     for ggml_type, values in blocks.types.items():
         padded = -(-k // values) * values
+        if padded != width:
+            width, copies = padded, max(1, COLD_BYTES // (n * padded * 2))
+            plain = [kernels.pack_linear(torch.randn(n, width).to(DTYPE), None) for _ in range(copies)]
         block = random_blocks(ggml_type, n, padded)
         packed = [blocks.pack([block], None)]
         packed += [blocks.pack([block], None) for _ in range(max(0, COLD_BYTES // packed[0].n_bytes))]
         for m in rows:
-            x, xq = torch.randn(m, k).to(DTYPE), torch.randn(m, padded).to(DTYPE)
+            x = torch.randn(m, padded).to(DTYPE)
             us, bf16_us = best_us(
-                lambda i, x=xq, w=packed: kernels.linear(x, w[i % len(w)]),
-                lambda i, x=x: kernels.linear(x, plain[i % len(plain)]),
+                lambda i, x=x, w=packed: kernels.linear(x, w[i % len(w)]),
+                lambda i, x=x, w=plain: kernels.linear(x, w[i % len(w)]),
                 budget_s,
             )
             kind = GGML_TYPES[ggml_type].name
