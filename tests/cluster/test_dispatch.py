@@ -9,6 +9,7 @@ from sim_cluster import SimCluster, SimWorker
 
 from kilat.base.errors import CapacityError, EngineError, PeerError
 from kilat.wire.messages import (
+    Abort,
     Adopt,
     Export,
     Fetch,
@@ -18,6 +19,7 @@ from kilat.wire.messages import (
     Peers,
     Release,
     Resync,
+    Status,
     Submit,
 )
 

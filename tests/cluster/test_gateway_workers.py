@@ -24,7 +24,7 @@ def worker(name: str, weights: tuple[float, float] = (1.0, 1.0), *, ready: bool 
 
 
 def status(step: int, *, seconds: float, prompt: float = 0, out: float = 0, **gauges: float) -> Status:
-    counters = {names.STEP_SECONDS: seconds, names.PROMPT_TOKENS: prompt, names.OUTPUT_TOKENS: out}
+    counters = {names.STEP_SECONDS: seconds, names.PREFILL_TOKENS: prompt, names.OUTPUT_TOKENS: out}
     return Status(step, True, False, counters, gauges)
 
 
@@ -91,15 +91,32 @@ def test_time_of_a_step_is_measured_where_every_step_gave_a_token() -> None:
     assert w.step_s == pytest.approx(0.02), "chunks of a prompt say nothing of it"
 
 
-def test_rate_of_prompts_is_right_in_the_mean_though_they_are_counted_when_admitted() -> None:
-    w, seconds, prompt = worker("a"), 0.0, 0.0
+def test_rate_of_prompts_is_that_of_the_tokens_that_were_computed() -> None:
+    w = worker("a")
     w.on_status(status(0, seconds=0.0))
     assert w.prefill_tokens_per_s == 0.0
-    for i in range(400):
-        seconds += 0.5
-        prompt += 1000.0 if i % 20 == 0 else 0.0  # each takes ten seconds
-        w.on_status(status(i + 1, seconds=seconds, prompt=prompt))
-    assert w.prefill_tokens_per_s == pytest.approx(100.0, rel=0.25)
+    for i in range(1, 6):
+        w.on_status(status(i, seconds=0.5 * i, prompt=50.0 * i))
+    assert w.prefill_tokens_per_s == pytest.approx(100.0)
+
+
+def test_decode_rows_beside_a_prompt_do_not_count_as_its_time() -> None:
+    w = worker("a")
+    w.on_status(status(0, seconds=0.0))
+    w.on_status(status(10, seconds=0.2, out=10))
+    w.on_status(status(20, seconds=1.4, prompt=100, out=20))
+    assert w.prefill_tokens_per_s == pytest.approx(100.0)
+    w.on_status(status(30, seconds=1.6, prompt=100, out=30))
+    assert w.prefill_tokens_per_s == pytest.approx(100.0)
+    assert w.step_s == pytest.approx(0.02)
+
+
+def test_rate_follows_a_worker_that_becomes_slower() -> None:
+    w, seconds = worker("a"), 0.0
+    for i in range(100):
+        seconds += 0.5 if i < 50 else 5.0
+        w.on_status(status(i, seconds=seconds, prompt=50.0 * i))
+    assert w.prefill_tokens_per_s == pytest.approx(10.0, rel=0.1)
 
 
 def test_totals_keep_what_dead_workers_have_counted_and_add_up_the_living() -> None:

@@ -21,8 +21,10 @@ from kilat.wire.messages import (
     Lend,
     Offered,
     PagesChanged,
+    Ping,
     Release,
     Resync,
+    Status,
     StepEvents,
     Submit,
 )
@@ -53,6 +55,18 @@ def test_prefix_that_a_peer_holds_is_a_hit(start_worker: Start, transport: str) 
     b.wait_end("t")
     again = next(e for m in b.all(StepEvents) for e in m.events if e.session_id == "t")
     assert again.cached_tokens == 44
+
+
+def test_status_tells_the_number_of_the_last_change(start_worker: Start) -> None:
+    a = start_worker("a")
+    a.tell(Ping())
+    assert a.wait(Status, lambda m: m.step == 0 and not m.busy).pages_seq == -1
+    a.tell(Resync(), Submit(record("s", PROMPT, max_tokens=8)))
+    a.wait_end("s")
+    a.until(lambda: not a.engine.has_work)
+    a.tell(Ping())
+    status = a.wait(Status, lambda m: m.step > 0)
+    assert status.pages_seq == a.all(PagesChanged)[-1].seq > 0
 
 
 def prefix_names(w: Worker) -> list[bytes]:

@@ -15,7 +15,6 @@ from kilat.policy.route.router import Router
 from kilat.policy.scale.roles import RoleScaler
 from kilat.policy.scale.window import RoleWorker, Window
 from kilat.sim.cluster import Effects, End, Weights
-from kilat.sim.worker import PAGES_SEQ
 from kilat.wire import messages as wire
 from kilat.wire.messages import SessionEvent
 from kilat.wire.session import SessionRecord
@@ -121,7 +120,7 @@ class Gateway:
         self.now_s = now_s
         effects = list(self.dispatcher.on_message(worker_id, message, now_s))
         if isinstance(message, wire.Status) and self.dispatcher.workers.get(worker_id) is not None:
-            seq = int(message.gauges[PAGES_SEQ])
+            seq = message.pages_seq
             if not self.router.index.confirm(worker_id, seq):
                 effects.append((worker_id, wire.Resync()))
         return effects

@@ -20,7 +20,6 @@ from kilat.wire.session import SessionRecord
 
 STATUS_EVERY_S = 0.5
 MODEL_ID = "sim"
-PAGES_SEQ = "kilat_pages_seq"
 """Gauge: number of the last PagesChanged, so that the loss of one that no other follows is noticed."""
 
 
@@ -196,8 +195,8 @@ class SimWorker:
             metrics.STEPS: float(self._n_steps),
         }
         busy = self.scheduler.has_work or self.mover.is_busy
-        gauges = {**self.scheduler.gauges(), PAGES_SEQ: float(self._last_change)}
-        self.send(wire.Status(self._n_steps, busy, False, counters, gauges))
+        gauges = self.scheduler.gauges()
+        self.send(wire.Status(self._n_steps, busy, False, counters, gauges, self._last_change))
         self.wake()
         self._begin(self._status, STATUS_EVERY_S)
 

@@ -177,7 +177,8 @@ class StepEvents(msgspec.Struct, frozen=True, tag="events", forbid_unknown_field
 class Status(msgspec.Struct, frozen=True, tag="status", forbid_unknown_fields=True):
     """A worker's health and counters, sent every ``status_interval`` and on Ping. Counters only grow; gauges are of now.
 
-    ``step`` is the step counter that ``/health/progress`` shows. ``busy`` is true while sessions are waiting or running.
+    ``step`` is the step counter that ``/health/progress`` shows. ``busy`` is true while sessions are waiting or running. ``pages_seq`` is
+    the number of the last PagesChanged, -1 before the first: so a lost one is noticed that no other follows.
     """
 
     step: int
@@ -193,6 +194,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=
     session_id: str
     message: str
     code: str
+    pages_seq: int = -1
     status: int
     retryable: bool
     param: str | None = None

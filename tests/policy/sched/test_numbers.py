@@ -40,11 +40,29 @@ def test_sessions_and_tokens_are_counted():
         metrics.ARRIVED_TOKENS: 0,
         metrics.PROMPT_TOKENS: 3 + 2 + 1 + 3 + 1,
         metrics.OUTPUT_TOKENS: 0 + 6 + 0 + 1 + 4,
+        metrics.PREFILL_TOKENS: 3 + 2 + 3,  # a prompt of one token is a decode row
         metrics.PREFIX_QUERIED_TOKENS: 10,
         metrics.PREFIX_HIT_TOKENS: 0,
         metrics.PREEMPTIONS: 0,
         metrics.WASTED_TOKENS: 0,
     }
+
+
+def test_prefill_tokens_are_counted_when_they_are_computed():
+    rig = Rig(max_step_tokens=8)
+    rig.submit("s", range(20), max_tokens=3)
+    counted = []
+    for _ in range(4):
+        rig.step()
+        counted.append(rig.counter(metrics.PREFILL_TOKENS))
+    assert counted == [8, 16, 20, 20]
+    assert rig.counter(metrics.PROMPT_TOKENS) == 20
+    rig.run()
+    rig.submit("again", range(20), max_tokens=3)
+    rig.run()
+    found = rig.counter(metrics.PREFIX_HIT_TOKENS)
+    assert found > 0
+    assert rig.counter(metrics.PREFILL_TOKENS) == 20 + 20 - found
 
 
 def test_gauges_show_queue_and_pages():

@@ -204,6 +204,7 @@ class Dispatcher:
                 p.tell(worker_id, Abort(cut))
                 self._cut(cut)
         elif isinstance(message, Status):
+            self._confirm_pages(worker)
             worker.on_status(message)
         elif isinstance(message, Offered):
             on_offered(p, worker_id, message)
@@ -244,9 +245,17 @@ class Dispatcher:
         p = self._placing
         if hello.layout is not None:
             p.tell(worker.worker_id, Resync())
-        parked, p.parked = p.parked, []
-        for trip in parked:
-            p.place_or_park(trip, no_worker())
+        for trip in p.parked.copy():
+            p.try_parked(trip)
+
+    def _confirm_pages(self, worker: WorkerState) -> None:
+        """Ask for the whole list when a change is missing. The status of now may be ahead of the changes that it counts, because it comes
+        over another connection; the one before is not."""
+        before, p = worker.status, self._placing
+        if before is None or worker.hello is None or worker.hello.layout is None:
+            return
+        if not p.chooser.index.confirm(worker.worker_id, before.pages_seq):
+            p.tell(worker.worker_id, Resync())
 
     def _refused(self, worker_id: str, message: Refused) -> None:
         p = self._placing

@@ -8,7 +8,7 @@ from kilat.policy.route.views import WorkerView
 from kilat.wire.messages import Hello, Status
 
 STEP_WEIGHT = 0.3
-PROMPT_KEPT = 0.98
+PROMPT_KEPT = 0.9
 MIN_RATE_TOKENS = 64
 """Of prompt, before a rate is believed."""
 
@@ -58,16 +58,15 @@ class WorkerState:
             return status.counters.get(name, 0.0) - before.counters.get(name, 0.0)
 
         n_steps, seconds = status.step - before.step, grown(names.STEP_SECONDS)
-        n_prompt = grown(names.PROMPT_TOKENS) - grown(names.PREFIX_HIT_TOKENS)
+        n_prefill = grown(names.PREFILL_TOKENS)
         if n_steps <= 0 or seconds <= 0:
             return
-        if n_prompt <= 0 and grown(names.OUTPUT_TOKENS) >= n_steps:
+        if n_prefill > 0:
+            self._prompt_tokens = self._prompt_tokens * PROMPT_KEPT + n_prefill
+            self._prompt_s = self._prompt_s * PROMPT_KEPT + max(seconds - n_steps * self.step_s, 0.0)
+        elif grown(names.OUTPUT_TOKENS) >= n_steps:
             step_s = seconds / n_steps
             self.step_s += (step_s - self.step_s) * (STEP_WEIGHT if self.step_s else 1.0)
-        else:
-            # A prompt is counted when it is admitted and computed over the next windows: only sums over many say something.
-            self._prompt_tokens = self._prompt_tokens * PROMPT_KEPT + max(n_prompt, 0.0)
-            self._prompt_s = self._prompt_s * PROMPT_KEPT + max(seconds - n_steps * self.step_s, 0.0)
 
     @property
     def prefill_tokens_per_s(self) -> float:

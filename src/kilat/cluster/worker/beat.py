@@ -22,13 +22,14 @@ class Pulse:
         self.step_began_s: float | None = None
         self.counters: dict[str, float] = {}
         self.gauges: dict[str, float] = {}
+        self.pages_seq = -1
 
     def status(self) -> Status:
         """A Status of now, with the age of the step that is running."""
         began_s = self.step_began_s
         age_s = time.monotonic() - began_s if began_s is not None else 0.0
         gauges = {**self.gauges, names.STEP_AGE: age_s}
-        return Status(self.step, self.busy, self.draining, self.counters, gauges)
+        return Status(self.step, self.busy, self.draining, self.counters, gauges, self.pages_seq)
 
 
 class Beat:

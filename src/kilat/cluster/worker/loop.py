@@ -173,6 +173,7 @@ class WorkerLoop:
             model_id=info.model_id,
             max_model_len=info.max_model_len,
             max_num_seqs=info.max_num_seqs,
+        self._pulse.pages_seq = self._mover.pages_seq
             vocab_size=info.vocab_size,
             page_tokens=info.page_tokens,
             n_pages=info.n_pages,

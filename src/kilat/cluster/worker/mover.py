@@ -90,6 +90,11 @@ class Mover:
         return self._arrivals.is_reading
 
     @property
+    @property
+    def pages_seq(self) -> int:
+        """Number of the last PagesChanged, -1 before the first."""
+        return self._seq - 1
+
     def is_busy(self) -> bool:
         """Whether sessions are on their way here, or pages are pinned for others."""
         return bool(len(self._arrivals) or len(self._moves))

@@ -26,6 +26,8 @@ class Outcome:
             return self.end(s, "error", error=result.failed[i])
         try:
             s.n_computed = row.start + len(row.token_ids)
+            if row.start < len(s.tokens) - 1:  # not only the newest token
+                self.roster.counts[metrics.PREFILL_TOKENS] += len(row.token_ids)
             if row.prompt_logprobs and s.prompt_logprobs is not None:
                 s.prompt_logprobs += result.prompt_logprobs[i]
             if not row.sample:

@@ -26,6 +26,7 @@ COUNTERS = (
     metrics.ARRIVED_TOKENS,
     metrics.PROMPT_TOKENS,
     metrics.OUTPUT_TOKENS,
+    metrics.PREFILL_TOKENS,
     metrics.PREFIX_QUERIED_TOKENS,
     metrics.PREFIX_HIT_TOKENS,
     metrics.PREEMPTIONS,

@@ -320,7 +320,8 @@ class Scheduler:
         return bool(self._roster.live or self._in_flight)
 
     def counters(self) -> dict[str, float]:
-        """Numbers that only grow, by their names in base/metrics.py. Wasted tokens: computed again because of a preemption."""
+        """Numbers that only grow, by their names in base/metrics.py. Prompt tokens count when a session is admitted, prefill tokens (all
+        but those of decode rows) when they are computed. Wasted tokens: computed again because of a preemption."""
         return {name: float(n) for name, n in self._roster.counts.items()}
 
     def gauges(self) -> dict[str, float]:
