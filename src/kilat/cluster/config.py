@@ -36,7 +36,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step_timeout_s       a worker whose step takes this long is killed and replaced
     max_failures         a worker is given up after this many deaths within ``failure_window_s``; the server, with its last worker
     backoff_s            pause before the first restart; doubles with each death in the window, at most 10 s
-    rescue_s             how long a request whose worker died may wait when no other can take it; it does not wait for a lone worker
+    rescue_s             how long a request whose worker died may wait for another one, or for its worker to be back
     stop_at_stdin_end    drain when standard input closes, for a parent that may die without a word
     """
 

@@ -106,11 +106,9 @@ class _Deployment:
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._listener = listener
         crew_places = places(config, _cores())
-        # A lone worker that died of a request would die of it again, and nobody else could take it.
-        rescue_s = config.rescue_s if len(crew_places) > 1 else 0.0
         router = Router(RouterConfig(dead_after_s=config.worker_timeout_s))
         self._fleet = Fleet(
-            WorkerLinks(f"ipc://{folder}/gateway", secret), router, DispatchConfig(rescue_s=rescue_s)
+            WorkerLinks(f"ipc://{folder}/gateway", secret), router, DispatchConfig(rescue_s=config.rescue_s)
         )
         self._fleet.on_ready = self._announce
         self._gateway = Gateway(config, self._fleet)

@@ -234,8 +234,11 @@ class Dispatcher:
             if now_s > trip.until_s:
                 del p.lends[lend]
                 p.send_off(trip, None)
-        for trip in [t for t in p.parked if now_s > t.until_s]:
-            p.end(trip, no_worker())
+        for trip in p.parked.copy():
+            if now_s > trip.until_s:
+                p.end(trip, no_worker())
+            else:
+                p.try_parked(trip)
         p.try_suspect()
         return p.flush()
 
@@ -265,10 +268,13 @@ class Dispatcher:
         error = from_peer(message.code, message.message, status=message.status, param=message.param)
         if isinstance(error, CapacityError):
             error.retry_after_s = message.retry_after_s
-        trip.refused_by.add(worker_id)
-        if message.retryable and any(
-            w.takes_sessions and w.worker_id not in trip.refused_by for w in self.workers
-        ):
+        trip.refused_until_s[worker_id] = p.now_s + message.retry_after_s
+        others = any(
+            w.takes_sessions and p.now_s >= trip.refused_until_s.get(w.worker_id, p.now_s)
+            for w in self.workers
+        )
+        # One that is under way was promised an answer: it waits until somebody can take it.
+        if message.retryable and (others or trip.slot.tokens):
             p.again(trip, error)
         else:
             p.unpin(trip)
@@ -301,6 +307,16 @@ class Dispatcher:
             for t in trip.family:
                 t.held = False  # they start now
         self.on_begun(trip, event)
+
+    def missed(self, slot: Slot) -> bool:
+        """An event was lost between two processes: whoever had the session stops, and it goes on from the tokens that were let through."""
+        p = self._placing
+        trip = p.trips[slot.branch]
+        assert trip.at is not None
+        many = trip.record.params.n > 1
+        p.tell(trip.at, Abort([f"{t.id}#0" if many and t.record.branch == 0 else t.id for t in trip.party]))
+        p.again(trip, no_worker())
+        return True
 
     def ended(self, slot: Slot, event: SessionEvent) -> bool:
         """The last event of a session. One that its worker gave up goes on elsewhere if it can."""

@@ -104,7 +104,8 @@ class Placing:
         hello = self.workers.hello
         page_tokens = hello.page_tokens if hello is not None else 1
         request = RouteRequest(trip.id, trip.n_tokens, self._names(trip), page_tokens, trip.record.salt)
-        views = self.workers.views(self.loads, without={*trip.refused_by, *without})
+        refused = (w for w, until_s in trip.refused_until_s.items() if self.now_s < until_s)
+        views = self.workers.views(self.loads, without={*refused, *without})
         return self.chooser.choose(request, views, self.now_s)
 
     def place(self, trip: Trip) -> None:
@@ -179,6 +180,14 @@ class Placing:
             else:
                 trip.until_s = self.now_s + self.config.rescue_s
                 self.parked.append(trip)
+
+    def try_parked(self, trip: Trip) -> None:
+        """Give a session that waits for a worker to one, if there is one now."""
+        try:
+            self.place(trip)
+        except CapacityError:
+            return
+        self.parked.remove(trip)
 
     def bereaved(self, trip: Trip, error: KilatError) -> None:
         """The worker of a session died. One that was tried alone is what killed it."""

@@ -113,6 +113,9 @@ class Watcher(Protocol):
     def begun(self, slot: Slot, event: SessionEvent) -> None:
         """The first event from the session's present worker."""
 
+    def missed(self, slot: Slot) -> bool:
+        """An event was lost on its way. True: the session goes on from the tokens that were let through."""
+
     def ended(self, slot: Slot, event: SessionEvent) -> bool:
         """The last event. False keeps it from the reader, and the session in the table: it goes on elsewhere."""
 
@@ -122,6 +125,9 @@ class Unwatched:
 
     def begun(self, slot: Slot, event: SessionEvent) -> None:
         pass
+
+    def missed(self, slot: Slot) -> bool:
+        return False
 
     def ended(self, slot: Slot, event: SessionEvent) -> bool:
         return True
@@ -161,6 +167,8 @@ class SessionTable:
                 self.stale_events += 1
                 continue
             if event.seq != slot.next_seq:
+                if self.watcher.missed(slot):
+                    continue
                 slot.inbox.fail(
                     PeerError(
                         "an event of this answer was lost between two processes; send the request again"

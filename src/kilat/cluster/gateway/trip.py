@@ -22,7 +22,7 @@ class Trip:
     ``held``: has not started, and goes wherever sample 0 goes. ``at`` is the worker that has it (or will, once pages are lent), ``target``
     the one that will go on after the first token (None: no hand-over). ``lend``: id of the lend that is waited for. ``fetch_end``: tokens
     whose pages the target has been told to fetch, ``fetched`` the moves of these that are over.
-    ``n_deaths``: workers that died with it one after another, none of which got it a token further than ``mark``.
+    ``refused_until_s``: workers that could not take it, and when they may be asked again. ``n_deaths``: workers that died with it one after another, none of which got it a token further than ``mark``.
     """
 
     slot: Slot
@@ -38,7 +38,7 @@ class Trip:
     n_tries: int = 0
     n_deaths: int = 0
     mark: int = 0
-    refused_by: set[str] = field(default_factory=set)
+    refused_until_s: dict[str, float] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)
     until_s: float = 0.0
     over: bool = False
