@@ -54,6 +54,26 @@ async def quiet() -> None:
     await asyncio.sleep(0.15)
 
 
+def test_worker_that_loses_its_connection_is_told_so(tmp_path: Path) -> None:
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    address = f"ipc://{tmp_path}/gateway"
+    router.bind(address)
+    channel = Channel(address, SECRET, "w")
+    try:
+        channel.send(hello("w"))
+        assert router.poll(10_000)
+        router.send_multipart((b"w", codec.encode(Drain(1.0))))
+        assert channel.receive(10.0) == [Drain(1.0)]
+        assert channel.receive(0.0) == []
+        router.close(0)
+        with pytest.raises(PeerError, match="lost"):
+            channel.receive(10.0)
+    finally:
+        channel.close()
+        context.term()
+
+
 class Link:
     """A fleet with one worker, as the tests below look at it."""
 

@@ -8,6 +8,7 @@ import msgspec
 EXIT_STEP_FAILED = 70
 EXIT_START_FAILED = 71
 EXIT_ORPHAN = 75
+EXIT_LINK_LOST = 76
 EXIT_BAD_CONFIG = 78  # starting again would fail again
 
 

@@ -26,6 +26,11 @@ class Channel:
         )  # what running sessions can say is bounded; dropping a token is not an option
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_BYTES)
+        # A message that was under way when a connection broke is lost, and nobody knows which: this is for good.
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(address)
 
     def send(self, message: FromWorker) -> None:
@@ -33,10 +38,13 @@ class Channel:
         self._socket.send_multipart((self._secret, codec.encode(message)))
 
     def receive(self, timeout_s: float) -> list[ToWorker]:
-        """All messages that are there; waits up to ``timeout_s`` for the first. Frames that do not decode are logged and dropped."""
+        """All messages that are there; waits up to ``timeout_s`` for the first. Frames that do not decode are logged and dropped. Raises
+        PeerError when the connection has been lost."""
         messages: list[ToWorker] = []
-        if timeout_s > 0 and not self._socket.poll(round(timeout_s * 1000)):
+        if timeout_s > 0 and not self._poller.poll(round(timeout_s * 1000)):
             return []
+        if self._monitor.poll(0):
+            raise PeerError("the connection to the gateway is lost")
         while True:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -49,5 +57,7 @@ class Channel:
 
     def close(self) -> None:
         """Send what is queued, for at most :data:`LINGER_MS`, then close."""
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
         self._context.term()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kilat.base.errors import KilatError
+from kilat.base.errors import KilatError, PeerError
 from kilat.base.log import get_logger, setup
 from kilat.cluster.worker.beat import Beat, Pulse
 from kilat.cluster.worker.channel import Channel
@@ -15,8 +15,10 @@ from kilat.cluster.worker.engine import AnyEngine, PoolMemory
 from kilat.cluster.worker.loop import WorkerLoop
 from kilat.cluster.worker.mover import Roads
 from kilat.cluster.worker.roads import open_roads
+from kilat.cluster.worker.tier_files import with_tiers
 from kilat.cluster.worker_config import (
     EXIT_BAD_CONFIG,
+    EXIT_LINK_LOST,
     EXIT_ORPHAN,
     EXIT_START_FAILED,
     EXIT_STEP_FAILED,
@@ -57,7 +59,7 @@ def _serve(
 ) -> int:
     try:
         engine = factory(bytes(config.engine))
-        ways = roads(config, engine.pages) if config.transports else None
+        ways = with_tiers(config, engine, roads(config, engine.pages) if config.transports else None)
     except KilatError as e:
         _log.error("%s", e.message)
         channel.send(Fatal(e.message))
@@ -71,6 +73,9 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, which then asks us
     try:
         loop.run()
+    except PeerError as e:
+        _log.error("%s", e.message)
+        return EXIT_LINK_LOST
     except Exception as e:  # noqa: BLE001  (logged; the exit code says it)
         _log.exception("a step failed")
         channel.send(Fatal(f"a step failed ({type(e).__name__}: {e})"))
