@@ -4,6 +4,7 @@ A session starts with the pages that could be read from its beginning on; whatev
 worker holds already are not read.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -19,6 +20,11 @@ from kilat.wire.session import SessionRecord
 
 HOLD_S = 120.0
 """Pages that were read for a session that neither comes nor is released are dropped after this."""
+
+LOOK_S = 0.0002
+
+MAX_RECALLS = 3
+"""Reads of tiers that may fail for a session, each because of another page, before it is computed."""
 
 _log = get_logger("worker")
 
@@ -49,6 +55,7 @@ class _Arrival:
     hand_over: bool = False
     seal: bool = False
     aborts: list[str] = field(default_factory=list)
+    was_awaited: bool = False
 
     @property
     def is_reading(self) -> bool:
@@ -85,6 +92,28 @@ class Arrivals:
     def is_reading(self) -> bool:
         """Whether :meth:`poll` may have news soon."""
         return bool(self._reads)
+
+    def await_sessions(self, limit_s: float) -> None:
+        """Wait a little for sessions of which only pages are missing, so that they start in the next step and not in the one after it; once
+        for each of them."""
+        until_s = time.monotonic() + limit_s
+        late = [a for a in self._coming.values() if a.record is not None and not a.was_awaited]
+        while any(a.is_reading for a in late) and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
+            self.poll()
+        for arrival in late:
+            arrival.was_awaited = True
+
+    def begin(self, record: SessionRecord, *, hand_over: bool, n_failed: int = 0) -> None:
+        """Submit a session, after the start of its prompt has come back from a tier if that is worth it. ``n_failed``: tries so far."""
+        recall = self._tiers.recall(record) if self._tiers is not None and n_failed < MAX_RECALLS else None
+        if recall is None:
+            self._submit(record, None, hand_over)
+            return
+        self.adopt(record, recall.offer, time.monotonic(), hand_over=hand_over, seal=True, after=recall.after)
+        arrival = self._coming.get(record.session_id)
+        if arrival is not None:
+            arrival.n_failed = n_failed
 
     # -- what the gateway wants -----------------------------------------------------------------------------------------------------
 

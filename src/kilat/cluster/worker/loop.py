@@ -19,6 +19,8 @@ from kilat.wire.session import SessionRecord
 IDLE_WAIT_S = 0.1
 STUCK_WAIT_S = 0.001
 SNAPSHOT_S = 0.2
+PATIENCE = 0.1
+"""Of the time of a step: what a step may be late for a session whose pages are almost here."""
 
 _log = get_logger("worker")
 
@@ -53,6 +55,7 @@ class WorkerLoop:
         self._live: set[str] = set()
         self._drain_until_s: float | None = None
         self._snapshot_at_s = 0.0
+        self._step_s = 0.0
 
     def close(self) -> None:
         """After :meth:`run`: end the reads of pages. The engine may be closed then."""
@@ -89,11 +92,12 @@ class WorkerLoop:
         engine, pulse = self._engine, self._pulse
         before = engine.step_count
         pulse.busy = True
-        pulse.step_began_s = time.monotonic()
+        began_s = pulse.step_began_s = time.monotonic()
         try:
             events = engine.step()
         finally:
             pulse.step_began_s = None
+        self._step_s = time.monotonic() - began_s
         pulse.step = engine.step_count
         self._send_events(events)
         if not engine.has_work:
@@ -165,6 +169,7 @@ class WorkerLoop:
         self._snapshot_at_s = time.monotonic()
         self._pulse.counters = self._engine.counters()
         self._pulse.gauges = {**self._engine.gauges(), **self._mover.gauges()}
+        self._pulse.pages_seq = self._mover.pages_seq
 
     def _hello(self) -> Hello:
         info = self._engine.info
@@ -173,7 +178,6 @@ class WorkerLoop:
             model_id=info.model_id,
             max_model_len=info.max_model_len,
             max_num_seqs=info.max_num_seqs,
-        self._pulse.pages_seq = self._mover.pages_seq
             vocab_size=info.vocab_size,
             page_tokens=info.page_tokens,
             n_pages=info.n_pages,

@@ -85,16 +85,16 @@ class Mover:
         return self._roads.layout if self._roads and self._roads.transports else None
 
     @property
+    def pages_seq(self) -> int:
+        """Number of the last PagesChanged, -1 before the first."""
+        return self._seq - 1
+
+    @property
     def is_reading(self) -> bool:
         """Whether the loop should look again soon."""
         return self._arrivals.is_reading
 
     @property
-    @property
-    def pages_seq(self) -> int:
-        """Number of the last PagesChanged, -1 before the first."""
-        return self._seq - 1
-
     def is_busy(self) -> bool:
         """Whether sessions are on their way here, or pages are pinned for others."""
         return bool(len(self._arrivals) or len(self._moves))
@@ -144,9 +144,11 @@ class Mover:
         """Stop all sessions that are on their way here; returns their last events."""
         return self._arrivals.abort_all()
 
-    def poll(self) -> None:
-        """Take in reads that have ended and times that are over. Sessions start here, so call it before a step."""
+    def poll(self, patience_s: float = 0.0) -> None:
+        """Take in reads that have ended and times that are over. Sessions start here, so call it before a step; ``patience_s`` is what
+        may be waited for those that are almost here."""
         self._arrivals.poll()
+        self._arrivals.await_sessions(patience_s)
         now_s = time.monotonic()
         self._arrivals.expire(now_s)
         self._offers.expire(now_s)
@@ -180,6 +182,7 @@ class Mover:
                 self._offers.offer_record(record, now_s)
             else:
                 self._offers.export(session_id)
+        self._offers.after_step(now_s)  # what has nothing in flight does not wait for another step
 
     def _tell_all_pages(self) -> None:
         if self._changes is None:
