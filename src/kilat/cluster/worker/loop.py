@@ -79,7 +79,7 @@ class WorkerLoop:
         while not self._drained():
             for message in self._channel.receive(wait_s):
                 self._handle(message)
-            self._mover.poll()
+            self._mover.poll(PATIENCE * self._step_s)
             wait_s = self._step() if self._engine.has_work else IDLE_WAIT_S
             self._mover.after_step()
             if self._mover.is_reading:
