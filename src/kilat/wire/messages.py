@@ -186,6 +186,7 @@ class Status(msgspec.Struct, frozen=True, tag="status", forbid_unknown_fields=Tr
     draining: bool
     counters: dict[str, float]
     gauges: dict[str, float]
+    pages_seq: int = -1
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
@@ -194,7 +195,6 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=
     session_id: str
     message: str
     code: str
-    pages_seq: int = -1
     status: int
     retryable: bool
     param: str | None = None
