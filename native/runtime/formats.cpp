@@ -158,11 +158,4 @@ void widen_row(int32_t type, const void *data, int64_t n, float *out) {
     }
 }
 
-uint16_t bf16_of(float x) {
-  uint32_t u;
-  memcpy(&u, &x, 4);
-  if (x != x) return 0x7fc0;
-  return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-
 }  // namespace kilat

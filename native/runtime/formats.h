@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdint.h>
+#include <string.h>
 
 namespace kilat {
 
@@ -21,6 +22,11 @@ const Format *format_of(int64_t type);
 void widen_row(int32_t type, const void *data, int64_t n, float *out);
 
 // Nearest bf16, ties to even; NaN stays NaN.
-uint16_t bf16_of(float x);
+inline uint16_t bf16_of(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return uint16_t((u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
 
 }  // namespace kilat
