@@ -5,6 +5,7 @@ A link keeps its order, links among each other do not. A session's tokens are a 
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -344,6 +345,11 @@ class SimCluster:
         for worker_id, message in effects:
             if worker_id in self.workers:
                 self.workers[worker_id].inbound.append(message)
+
+
+def kinds(cluster: SimCluster, kind: type) -> list[tuple[str, Any]]:
+    """The messages of a kind that the gateway has sent, and to whom."""
+    return [(w, m) for w, m in cluster.sent if isinstance(m, kind)]
 
 
 def _names(record: SessionRecord) -> list[bytes]:

@@ -22,7 +22,8 @@ class Trip:
     ``held``: has not started, and goes wherever sample 0 goes. ``at`` is the worker that has it (or will, once pages are lent), ``target``
     the one that will go on after the first token (None: no hand-over). ``lend``: id of the lend that is waited for. ``fetch_end``: tokens
     whose pages the target has been told to fetch, ``fetched`` the moves of these that are over.
-    ``refused_until_s``: workers that could not take it, and when they may be asked again. ``n_deaths``: workers that died with it one after another, none of which got it a token further than ``mark``.
+    ``refused_until_s``: workers that could not take it, and when they may be asked again. ``n_deaths``: workers that died with it one after
+    another, none of which got it a token further than ``mark``.
     """
 
     slot: Slot
