@@ -139,6 +139,7 @@ EXPLAINED = {
         {
             "prompt_tokens": 40,
             "cached_tokens": 16,
+            "recalled": [{"worker": "prefill-0", "pages": {"host": 1, "disk": 2}, "bytes": 999}],
             "routes": [
                 {
                     "worker": "prefill-0",
@@ -172,6 +173,7 @@ def test_explanation_says_where_it_went_what_was_found_and_what_was_missing(
         "prompt 0: 40 tokens, 16 found in the prefix cache",
         "to prefill-0, handed over to decode-0: prefix lent by a peer",
         "1 pages from decode-1",
+        "prefill-0 took 1 pages from its host cache and 2 pages from its disk cache",
         "page 1 was missing: evicted by decode-1",
         "not decode-2: draining",
         "again to decode-0",

@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,6 +41,15 @@ class Memory:
         self.tokens = self.view.view(np.int32)
         self.tokens[:] = -1
 
+    def save(self, page: int, into: np.ndarray) -> None:
+        np.copyto(into, self.view[page])
+
+    def load(self, page: int, fill: Callable[[np.ndarray], bool]) -> bool:
+        return fill(self.view[page])
+
+    def host_bytes(self, n_bytes: int) -> np.ndarray:
+        return np.zeros(n_bytes, np.uint8)
+
 
 class _Runner(FakeRunner):
     def __init__(self, memory: Memory) -> None:
@@ -54,9 +63,9 @@ class _Runner(FakeRunner):
 
 
 class SchedEngine:
-    """``step_s``: how long a step takes. ``gate``, while it is not set, keeps steps from starting."""
+    """``step_s``: how long a step takes. ``token_s``: what a token of a prompt is said to cost. ``gate``, while it is not set, keeps steps from starting."""
 
-    def __init__(self, *, step_s: float = 0.0, **config: object) -> None:
+    def __init__(self, *, step_s: float = 0.0, token_s: float | None = None, **config: object) -> None:
         defaults = {
             "n_pages": 64,
             "page_tokens": 4,
@@ -70,6 +79,7 @@ class SchedEngine:
         self.runner = _Runner(self.pages)
         self.step_count = 0
         self.step_s = step_s
+        self.token_s = token_s
         self.gate = threading.Event()
         self.gate.set()
         self.info = SimpleNamespace(
@@ -148,6 +158,16 @@ class SchedEngine:
 
     def page_names(self) -> list[bytes]:
         return self.scheduler.page_names()
+
+    def n_known(self, names: Sequence[bytes]) -> int:
+        return self.scheduler.n_known(names)
+
+    def watch_evictions(self, hear: Callable[[bytes, int], None]) -> None:
+        self.scheduler.watch_evictions(hear)
+
+    @property
+    def prefill_token_s(self) -> float | None:
+        return self.token_s
 
     def counters(self) -> dict[str, float]:
         return self.scheduler.counters()

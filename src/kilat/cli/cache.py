@@ -32,6 +32,9 @@ def explanation(told: dict[str, Any]) -> Iterator[str]:
         cached = prompt["cached_tokens"]
         found = "not computed yet" if cached is None else f"{cached} found in the prefix cache"
         yield f"  prompt {i}: {prompt['prompt_tokens']} tokens, {found}"
+        for back in prompt.get("recalled", []):
+            pages = " and ".join(f"{n} pages from its {tier} cache" for tier, n in back["pages"].items())
+            yield f"    {back['worker']} took {pages}"
         for k, route in enumerate(prompt["routes"]):
             yield from _route(route, again=k > 0)
 

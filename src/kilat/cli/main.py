@@ -191,6 +191,7 @@ def _serve(parser: Parser) -> None:
             metavar="MS",
             help=f"{text}, in milliseconds; with both, workers' shares of prefill and decode follow the traffic",
         )
+    _caches(parser)
     add("--served-model-name", metavar="NAME", help="name that clients use (default: MODEL's)")
     add(
         "--drain-timeout",
@@ -202,6 +203,24 @@ def _serve(parser: Parser) -> None:
     # For commands that start a server: it must not outlive them, however they die.
     add("--stop-at-stdin-end", action="store_true", help=argparse.SUPPRESS)
     _engine(parser)
+
+
+def _caches(parser: Parser) -> None:
+    add = parser.add_argument
+    for flag, text in (
+        ("--host-cache-gb", "the host's memory (CUDA devices only)"),
+        ("--disk-cache-gb", "a disk, also after a restart"),
+    ):
+        add(
+            flag,
+            type=number(0, 1e6),
+            default=0.0,
+            metavar="GB",
+            help=f"keep KV pages that no longer fit in so much of {text}; all workers together (default 0: off)",
+        )
+    add(
+        "--disk-cache-dir", metavar="DIR", help="where --disk-cache-gb keeps them (default: the cache folder)"
+    )
 
 
 def _chat(parser: Parser) -> None:

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from kilat.base import log
+from kilat.base.env import cache_dir
 from kilat.cli.fetch import fetch
 from kilat.cli.options import engine_options, read_keys
 from kilat.cluster.config import ServeConfig, check
@@ -41,6 +42,9 @@ def _config(args: argparse.Namespace, files: ModelFiles) -> ServeConfig:
         decode=args.decode,
         ttft_slo_s=args.ttft_slo / 1e3 if args.ttft_slo is not None else None,
         tpot_slo_s=args.tpot_slo / 1e3 if args.tpot_slo is not None else None,
+        host_cache_gb=args.host_cache_gb,
+        disk_cache_gb=args.disk_cache_gb,
+        disk_cache_dir=args.disk_cache_dir or str(cache_dir() / "pages"),
         host=args.host,
         port=args.port,
         api_keys=read_keys(args.api_key, args.api_key_file),

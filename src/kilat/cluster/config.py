@@ -23,6 +23,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill, decode      workers that mainly compute prompts, and that mainly go on with them
     ttft_slo_s, tpot_slo_s  targets, both or none: workers' shares of the two kinds of work follow the traffic to keep them
     transports           how workers read each other's pages, best first; those that do not fit where the pages lie are left out
+    host_cache_gb        memory of the host (10^9 bytes) for pages that left the pools of CUDA devices; the workers share it evenly
+    disk_cache_gb        the same on a disk, for any device, below ``disk_cache_dir``; it survives restarts
     api_keys             clients must present one of these; a key ``kl_<name>_<secret>`` belongs to tenant ``<name>``
     port                 0 takes a free port, which is printed
     drain_s              after SIGTERM running answers get this long to end
@@ -49,6 +51,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     transports: tuple[str, ...] = ("shm", "cuda_ipc", "tcp")
+    host_cache_gb: float = 0.0
+    disk_cache_gb: float = 0.0
+    disk_cache_dir: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
@@ -120,6 +125,8 @@ def check(config: ServeConfig) -> None:
         raise ConfigError(
             "a target is given for one of ttft and tpot only: shares are weighed by both, so give both"
         )
+    if config.disk_cache_gb and not config.disk_cache_dir:
+        raise ConfigError("disk_cache_gb is set and disk_cache_dir is not: name a folder for the pages")
     positive = (
         ("ttft_slo_s", 1.0 if config.ttft_slo_s is None else config.ttft_slo_s),
         ("tpot_slo_s", 1.0 if config.tpot_slo_s is None else config.tpot_slo_s),
@@ -138,6 +145,8 @@ def check(config: ServeConfig) -> None:
         if not value > 0:
             raise ConfigError(f"{name} is {value:g}, it must be above 0")
     for name, value in (
+        ("host_cache_gb", config.host_cache_gb),
+        ("disk_cache_gb", config.disk_cache_gb),
         ("drain_s", config.drain_s),
         ("backoff_s", config.backoff_s),
         ("rescue_s", config.rescue_s),

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -170,7 +171,8 @@ class Supervisor:
         return handle, worker
 
     def _settings(self, worker_id: str) -> WorkerConfig:
-        plant = self._plant
+        plant, c = self._plant, self._plant.config
+        share = 1e9 / (c.workers + c.prefill + c.decode)
         return WorkerConfig(
             address=plant.fleet.links.address,
             secret=plant.secret,
@@ -179,6 +181,9 @@ class Supervisor:
             status_interval_s=plant.config.status_interval_s,
             drain_s=plant.config.drain_s,
             transports=plant.transports,
+            host_cache_bytes=int(c.host_cache_gb * share),
+            disk_cache_bytes=int(c.disk_cache_gb * share),
+            disk_cache_dir=str(Path(c.disk_cache_dir) / self.place.name),
         )
 
     async def _watch(self, handle: Handle, worker: WorkerState) -> None:

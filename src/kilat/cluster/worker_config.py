@@ -19,6 +19,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``transports``: how other workers may read its pages and it theirs, best first; none for a worker that is alone. ``shm`` (the engine
     needs ``shared_pool``) and ``tcp`` (listens on ``page_host``) are for pages in the host's memory, ``cuda_ipc`` for pages on a CUDA
     device; those that do not fit are left out. ``offer_s``: seconds that pages stay pinned for others.
+    ``host_cache_bytes`` and ``disk_cache_bytes`` (in a folder that is this worker's alone) keep pages that left the pool; 0: none.
     """
 
     address: str
@@ -31,6 +32,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transports: tuple[str, ...] = ()
     page_host: str = "127.0.0.1"
     offer_s: float = 30.0
+    host_cache_bytes: int = 0
+    disk_cache_bytes: int = 0
+    disk_cache_dir: str = ""
 
 
 def write_config(path: Path, config: WorkerConfig) -> None:

@@ -83,6 +83,11 @@ class TierStore:
         else:
             self._n_forgotten += 1
 
+    @property
+    def has_room(self) -> bool:
+        """Whether :meth:`save` would keep a page now."""
+        return bool(self._free)
+
     def _settle(self) -> None:
         """Take in what has been written, or should have been."""
         while self._written:

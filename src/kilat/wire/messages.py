@@ -1,7 +1,7 @@
 """What a gateway and a worker say to each other. Frames are msgpack of one of the two unions at the end.
 
 Gateway -> worker: Submit, Abort, Drain, Ping; about pages: Peers, Fetch, Adopt, Export, Lend, Release, Resync.
-Worker -> gateway: Hello, StepEvents, Status, Refused, Fatal; about pages: Offered, Fetched, PagesChanged.
+Worker -> gateway: Hello, StepEvents, Status, Refused, Fatal; about pages: Offered, Fetched, Recalled, PagesChanged.
 Order is kept per connection. A session's events carry its epoch and a sequence number that grows by one per event.
 """
 
@@ -103,6 +103,14 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched", forbid_unknown_fields=
     ok: bool
     n_bytes: int = 0
     why: str = ""
+
+
+class Recalled(msgspec.Struct, frozen=True, tag="recalled", forbid_unknown_fields=True):
+    """The start of a session's prompt came back from this worker's own tiers: ``pages`` of each (``host``, ``disk``)."""
+
+    session_id: str
+    pages: dict[str, int]
+    n_bytes: int
 
 
 class PagesChanged(msgspec.Struct, frozen=True, tag="pages", forbid_unknown_fields=True):
@@ -208,4 +216,4 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal", forbid_unknown_fields=True
 
 
 ToWorker = Submit | Abort | Drain | Ping | Peers | Fetch | Adopt | Export | Lend | Release | Resync
-FromWorker = Hello | StepEvents | Status | Refused | Fatal | Offered | Fetched | PagesChanged
+FromWorker = Hello | StepEvents | Status | Refused | Fatal | Offered | Fetched | Recalled | PagesChanged

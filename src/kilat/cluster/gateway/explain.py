@@ -5,7 +5,7 @@ from typing import Any
 
 from kilat.cluster.gateway.trip import Trip
 from kilat.policy.route.views import Route
-from kilat.wire.messages import SessionEvent
+from kilat.wire.messages import Recalled, SessionEvent
 
 KEPT = 1024
 
@@ -30,7 +30,12 @@ class Explanations:
         if told is None:
             if trip.record.branch > 0:
                 return
-            told = {"prompt_tokens": len(trip.record.prompt_ids), "cached_tokens": None, "routes": []}
+            told = {
+                "prompt_tokens": len(trip.record.prompt_ids),
+                "cached_tokens": None,
+                "routes": [],
+                "recalled": [],
+            }
             self._sessions[trip.record.session_id] = told
             while len(self._sessions) > self._kept:
                 self._sessions.popitem(last=False)
@@ -45,6 +50,12 @@ class Explanations:
                 "names": worker_names,
             }
         )
+
+    def recalled(self, message: Recalled, worker_name: str) -> None:
+        """Pages for a session came back from a tier of the worker that has it."""
+        told = self._sessions.get(message.session_id)
+        if told is not None:
+            told["recalled"].append({"worker": worker_name, "pages": message.pages, "bytes": message.n_bytes})
 
     def begun(self, trip: Trip, event: SessionEvent) -> None:
         """The first event of a session says how much of its prompt was found."""

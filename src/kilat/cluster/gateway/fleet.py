@@ -18,7 +18,7 @@ from kilat.cluster.gateway.trip import Trip
 from kilat.cluster.gateway.workers import WorkerState
 from kilat.policy.route.views import Route
 from kilat.wire import PROTOCOL_VERSION
-from kilat.wire.messages import Drain, Fatal, FromWorker, Hello
+from kilat.wire.messages import Drain, Fatal, FromWorker, Hello, Recalled
 from kilat.wire.session import SessionRecord
 
 _log = get_logger("fleet")
@@ -124,6 +124,9 @@ class Fleet:
             message = Fatal(f"the worker speaks protocol {message.protocol}, this gateway {PROTOCOL_VERSION}")
         if isinstance(message, Fatal):
             event(_log, "worker_fatal", worker=worker_id, reason=repr(message.message))
+        if isinstance(message, Recalled):
+            worker = self.workers.get(worker_id)
+            self.explanations.recalled(message, worker.name if worker is not None else worker_id)
         self._send(self.dispatcher.on_message(worker_id, message, self._clock()))
         if isinstance(message, Hello):
             self.on_ready(message)

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from kilat.base.ids import branch_id
 from kilat.base.log import event, get_logger
 from kilat.cluster.worker.engine import MovingEngine
+from kilat.cluster.worker.tiers import TIER, Tiers
 from kilat.kv.links import Ended, Links, Ticket
 from kilat.kv.moves import Move, Moves, State
 from kilat.policy.sched.moves import Arrived
 from kilat.wire.kv import Offer
-from kilat.wire.messages import Fetched, FromWorker, SessionEvent
+from kilat.wire.messages import Fetched, FromWorker, Recalled, SessionEvent
 from kilat.wire.session import SessionRecord
 
 HOLD_S = 120.0
@@ -46,7 +47,8 @@ class _Part:
 
 @dataclass(slots=True)
 class _Arrival:
-    """A session on its way. Its pages may come before its ``record``; ``seal``: they are a prefix for the cache, not the session's own."""
+    """A session on its way. Its pages may come before its ``record``; ``seal``: they are a prefix for the cache, not the session's own.
+    ``after``: the read of a tier that brings them for another session and is waited for; ``n_failed``: reads of tiers that failed."""
 
     session_id: str
     until_s: float
@@ -54,6 +56,8 @@ class _Arrival:
     record: SessionRecord | None = None
     hand_over: bool = False
     seal: bool = False
+    after: str | None = None
+    n_failed: int = 0
     aborts: list[str] = field(default_factory=list)
     was_awaited: bool = False
 
@@ -74,6 +78,7 @@ class Arrivals:
         send: Callable[[FromWorker], None],
         submit: SubmitFn,
         send_events: Callable[[list[SessionEvent]], None],
+        tiers: Tiers | None,
     ) -> None:
         self._engine = engine
         self._page_tokens = page_tokens
@@ -82,6 +87,7 @@ class Arrivals:
         self._send = send
         self._submit = submit
         self._send_events = send_events
+        self._tiers = tiers
         self._coming: dict[str, _Arrival] = {}
         self._reads: dict[Ticket, tuple[_Arrival | None, _Part]] = {}
 
@@ -129,10 +135,12 @@ class Arrivals:
         *,
         hand_over: bool = False,
         seal: bool = False,
+        after: str | None = None,
     ) -> None:
-        """Read the last pages, then submit the session. ``seal``: the pages are a prefix of its prompt, to be put into the cache."""
+        """Read the last pages, then submit the session. ``seal``: the pages are a prefix of its prompt, to be put into the cache. ``after``:
+        wait for this read of a tier, then ask again what there is."""
         arrival = self._arrival(record.session_id, now_s)
-        arrival.record, arrival.hand_over, arrival.seal = record, hand_over, seal
+        arrival.record, arrival.hand_over, arrival.seal, arrival.after = record, hand_over, seal, after
         if offer is not None:
             self._take(arrival, offer, now_s)
         self._finish_if_here(arrival)
@@ -191,12 +199,34 @@ class Arrivals:
             part.ticket, part.ok = None, ended.ok
             if arrival is None:  # dropped; now nobody writes these pages any more
                 self._engine.unpin(part.pages)
+                if self._tiers is not None:
+                    self._tiers.ended(part.offer)
+                self._resume(part.offer.move_id)
                 continue
             if not ended.ok:
                 event(_log, "read_failed", session=arrival.session_id, move=part.offer.move_id, why=ended.why)
                 self._engine.unpin(part.pages)
             self._tell(arrival, part.offer, ended)
-            self._finish_if_here(arrival)
+            if part.offer.owner == TIER and not ended.ok:
+                self._begin_anew(arrival, arrival.n_failed + 1)
+            else:
+                self._finish_if_here(arrival)
+            self._resume(part.offer.move_id)
+
+    def _resume(self, move_id: str) -> None:
+        """A read is over: sessions that waited for it find its pages in the pool, or must go for them themselves."""
+        for arrival in [a for a in self._coming.values() if a.after == move_id]:
+            self._begin_anew(arrival, arrival.n_failed)
+
+    def _begin_anew(self, arrival: _Arrival, n_failed: int) -> None:
+        assert arrival.record is not None
+        del self._coming[arrival.session_id]
+        self.begin(arrival.record, hand_over=arrival.hand_over, n_failed=n_failed)
+        again = self._coming.get(arrival.session_id)
+        if again is not None:
+            again.aborts += arrival.aborts
+        elif arrival.aborts:
+            self._send_events(self._engine.abort(arrival.aborts))
 
     def _arrival(self, session_id: str, now_s: float) -> _Arrival:
         arrival = self._coming.setdefault(session_id, _Arrival(session_id, 0.0))
@@ -272,6 +302,11 @@ class Arrivals:
         del arrival.parts[n_good:]
 
     def _tell(self, arrival: _Arrival, offer: Offer, ended: Ended) -> None:
+        if self._tiers is not None and offer.owner == TIER:
+            pages = self._tiers.ended(offer)
+            if ended.ok:
+                self._send(Recalled(arrival.session_id, pages, ended.n_bytes))
+            return
         self._send(Fetched(arrival.session_id, offer.move_id, ended.ok, ended.n_bytes, ended.why))
 
     # -- the end of an arrival --------------------------------------------------------------------------------------------------------
@@ -291,7 +326,7 @@ class Arrivals:
 
     def _finish_if_here(self, arrival: _Arrival) -> None:
         record = arrival.record
-        if record is None or arrival.is_reading:
+        if record is None or arrival.is_reading or arrival.after is not None:
             return
         del self._coming[arrival.session_id]
         good: list[_Part] = []

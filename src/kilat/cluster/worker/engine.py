@@ -1,7 +1,9 @@
 """What a worker needs of ``kilat.engine.core.Engine``, which says what each of these does. The loop's thread owns it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+
+import numpy as np
 
 from kilat.policy.cache.changes import PageChanges
 from kilat.policy.sched.moves import Arrived, Departed
@@ -43,6 +45,10 @@ class PoolMemory(Protocol):
     @property
     def fd(self) -> int | None: ...
 
+    def save(self, page: int, into: np.ndarray) -> None: ...
+    def load(self, page: int, fill: Callable[[np.ndarray], bool]) -> bool: ...
+    def host_bytes(self, n_bytes: int) -> np.ndarray: ...
+
 
 class MovingEngine(Protocol):
     """Sessions and pages that come and go."""
@@ -60,6 +66,11 @@ class MovingEngine(Protocol):
     def seal_arrived(self, pages: Sequence[int], names: Sequence[bytes]) -> None: ...
     def watch_pages(self) -> PageChanges: ...
     def page_names(self) -> list[bytes]: ...
+    def n_known(self, names: Sequence[bytes]) -> int: ...
+    def watch_evictions(self, hear: Callable[[bytes, int], None]) -> None: ...
+
+    @property
+    def prefill_token_s(self) -> float | None: ...
 
 
 class AnyEngine(MovingEngine, Protocol):

@@ -86,6 +86,7 @@ class WorkerLoop:
                 wait_s = min(wait_s, STUCK_WAIT_S)
             if time.monotonic() - self._snapshot_at_s > SNAPSHOT_S:
                 self._snapshot()
+        self._mover.keep_pages()
 
     def _step(self) -> float:
         """One step; returns how long the loop may wait for messages before the next."""
@@ -167,7 +168,7 @@ class WorkerLoop:
     def _snapshot(self) -> None:
         """Copy the engine's numbers, which only this thread may ask for."""
         self._snapshot_at_s = time.monotonic()
-        self._pulse.counters = self._engine.counters()
+        self._pulse.counters = {**self._engine.counters(), **self._mover.counters()}
         self._pulse.gauges = {**self._engine.gauges(), **self._mover.gauges()}
         self._pulse.pages_seq = self._mover.pages_seq
 

@@ -8,9 +8,11 @@ from kilat.base import metrics
 from kilat.cluster.worker.arrivals import Arrivals, SubmitFn
 from kilat.cluster.worker.engine import MovingEngine
 from kilat.cluster.worker.offers import Offers
+from kilat.cluster.worker.tiers import TIER, Tiers
 from kilat.kv.board import Board
 from kilat.kv.links import Links
 from kilat.kv.moves import Moves, State
+from kilat.kv.tier_store import TierStore
 from kilat.kv.transport import Transport
 from kilat.policy.cache.changes import PageChanges
 from kilat.policy.sched.moves import Arrived
@@ -31,14 +33,19 @@ from kilat.wire.messages import (
 )
 from kilat.wire.session import SessionRecord
 
+KEEP_S = 2.0
+"""For writing the pool to a tier at the end; the supervisor does not wait for long."""
+
 
 @dataclass(frozen=True)
 class Roads:
-    """How pages get in and out: transports, best first, the board of open moves, and the layout of the pages. All closed by the mover."""
+    """How pages get in and out: transports, best first, the board of open moves, the layout of the pages, and the store of those that
+    left the pool. All closed by the mover."""
 
     transports: Sequence[Transport]
     board: Board
     layout: KvLayout
+    store: TierStore | None = None
 
 
 class Mover:
@@ -64,12 +71,14 @@ class Mover:
         self._roads = roads
         self._send = send
         self._submit = submit
-        self._links = Links(roads.transports if roads else [])
+        store = roads.store if roads else None
+        self._tiers = Tiers(engine, store, roads.layout) if roads and store else None
+        self._links = Links(roads.transports if roads else [], {TIER: store} if store else None)
         self._moves = Moves()
         board = roads.board if roads and roads.transports else None
         self._offers = Offers(worker_id, engine, page_tokens, board, self._moves, send, offer_s=offer_s)
         self._arrivals = Arrivals(
-            engine, page_tokens, self._links, self._moves, send, self._start, send_events
+            engine, page_tokens, self._links, self._moves, send, self._start, send_events, self._tiers
         )
         self._changes: PageChanges | None = None
         self._seq = 0
@@ -108,7 +117,7 @@ class Mover:
                 record, message.prefix, time.monotonic(), hand_over=message.hand_over, seal=True
             )
         else:
-            self._start(record, None, message.hand_over)
+            self._arrivals.begin(record, hand_over=message.hand_over)
 
     def _start(self, record: SessionRecord, arrived: Arrived | None, hand_over: bool) -> bool:
         taken = self._submit(record, arrived, hand_over)
@@ -156,9 +165,15 @@ class Mover:
     def after_step(self) -> None:
         """Tell what the step has changed. Send the events of the step before, for offered sessions go on after them."""
         self._offers.after_step(time.monotonic())
-        if self._changes:
-            stored, dropped = self._changes.take()
+        stored, dropped = self._changes.take() if self._changes else ([], [])
+        if self._tiers is not None:
+            stored, dropped = self._tiers.changed(stored, dropped)
+        if self._changes is not None and (stored or dropped):
             self._tell_pages(PagesChanged(self._seq, stored, dropped))
+
+    def counters(self) -> dict[str, float]:
+        """Numbers of the tiers that only grow."""
+        return self._tiers.store.counters() if self._tiers is not None else {}
 
     def gauges(self) -> dict[str, float]:
         """Pages of this moment that others may read, that are read into, and that nobody wants any more but a read may still write."""
@@ -168,6 +183,11 @@ class Mover:
             metrics.PAGES_MOVING: float(pages[State.MOVING]),
             metrics.PAGES_QUARANTINED: float(pages[State.QUARANTINED]),
         }
+
+    def keep_pages(self) -> None:
+        """At an orderly end: what the pool holds goes to the tiers that outlive this process. Nothing may run any more."""
+        if self._tiers is not None:
+            self._tiers.keep_pool(KEEP_S)
 
     def close(self) -> None:
         """End all reads; afterwards nothing touches the pool."""
@@ -188,7 +208,10 @@ class Mover:
         if self._changes is None:
             self._changes = self._engine.watch_pages()
         self._changes.take()
-        self._tell_pages(PagesChanged(self._seq, self._engine.page_names(), [], whole=True))
+        names = self._engine.page_names()
+        if self._tiers is not None:
+            names = list(dict.fromkeys([*names, *self._tiers.names()]))
+        self._tell_pages(PagesChanged(self._seq, names, [], whole=True))
 
     def _tell_pages(self, message: PagesChanged) -> None:
         self._send(message)
