@@ -1,4 +1,4 @@
-"""The two variables that kilat reads."""
+"""The variables that kilat reads."""
 
 from pathlib import Path
 
@@ -55,3 +55,21 @@ def test_child_gets_the_environment_and_what_is_added(monkeypatch: pytest.Monkey
     assert (child["KILAT_LOG"], child["EXTRA"]) == ("warning", "1")
     assert child.keys() >= {"PATH", "KILAT_LOG", "EXTRA"}
     assert env.log_level() == "DEBUG" and "EXTRA" not in env.child_environment()
+
+
+@pytest.mark.parametrize(
+    ("given", "names"), [("", []), ("-1", []), ("2", ["2"]), ("1, GPU-ab", ["1", "GPU-ab"])]
+)
+def test_devices_are_those_that_were_given(
+    monkeypatch: pytest.MonkeyPatch, given: str, names: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert env.cuda_devices() == names
+
+
+def test_devices_are_else_all_of_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert env.cuda_devices(tmp_path / "no driver") == []
+    for bus in ("0000:1b:00.0", "0000:43:00.0"):
+        (tmp_path / bus).mkdir()
+    assert env.cuda_devices(tmp_path) == ["0", "1"]

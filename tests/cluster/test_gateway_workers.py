@@ -152,6 +152,13 @@ def test_more_workers_than_cores_have_one_each() -> None:
     assert [p.cores for p in places(config(workers=4), [3, 6])] == [(3,), (3,), (6,), (6,)]
 
 
+def test_workers_take_the_devices_in_turn_and_see_the_others_behind_their_own() -> None:
+    found = places(config(workers=3), [0, 1, 2], ["4", "7"])
+    assert [p.devices for p in found] == [("4", "7"), ("7", "4"), ("4", "7")]
+    assert places(config(), [0], ["4", "7"])[0].devices == (), "a lone one takes what it finds"
+    assert [p.devices for p in places(config(workers=2), [0, 1])] == [(), ()]
+
+
 @pytest.mark.parametrize("counts", [(0, 0, 0), (0, 1, 0), (0, 0, 2), (-1, 1, 1), (257, 0, 0)])
 def test_deployment_without_workers_for_all_work_is_refused(counts: tuple[int, int, int]) -> None:
     workers, prefill, decode = counts

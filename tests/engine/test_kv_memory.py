@@ -2,12 +2,21 @@
 
 import mmap
 import os
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from kilat.base.errors import ConfigError
-from kilat.engine.kv_memory import Ledger, PageMemory, choose_pages, page_layout
+from kilat.engine.kv_memory import (
+    CUDA_RESERVE_BYTES,
+    Ledger,
+    PageMemory,
+    choose_pages,
+    free_bytes,
+    page_layout,
+)
 
 pytestmark = pytest.mark.cpu
 LAYOUT = page_layout(3, 16, 2, 8, torch.bfloat16, "m")
@@ -99,6 +108,22 @@ def test_a_pool_too_small_for_one_session_is_refused_with_the_bytes_it_needs():
 def test_without_a_wish_the_pool_is_no_larger_than_the_sessions_can_use():
     rich = LAYOUT.page_bytes * 10_000
     assert choose_pages(LAYOUT, asked_bytes=None, free_bytes=rich, sessions=4, max_model_len=100) == 28
+
+
+def test_engines_that_share_a_host_share_its_memory(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=12_000))
+    cpu = torch.device("cpu")
+    assert (free_bytes(cpu), free_bytes(cpu, 0.25)) == (4000, 1000)
+
+
+def test_engines_that_share_a_device_share_all_of_it_whoever_comes_first(monkeypatch):
+    gib = 1 << 30
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * gib)  # weights
+    cuda = torch.device("cuda", 0)
+    for free in (120, 70):  # before and after the other one took its part
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * gib, 140 * gib))
+        assert free_bytes(cuda, 0.5) == 70 * gib - 10 * gib - CUDA_RESERVE_BYTES
+    assert free_bytes(cuda) == 70 * gib - CUDA_RESERVE_BYTES
 
 
 def test_without_a_wish_a_poor_machine_gets_what_is_free():

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from kilat.base import log
-from kilat.base.env import cache_dir
+from kilat.base.env import cache_dir, cuda_devices
 from kilat.cli.fetch import fetch
 from kilat.cli.options import engine_options, read_keys
 from kilat.cluster.config import ServeConfig, check
@@ -26,11 +26,15 @@ def _config(args: argparse.Namespace, files: ModelFiles) -> ServeConfig:
     workers = args.workers
     if workers is None:
         workers = 0 if args.prefill or args.decode else 1
+    n_workers = workers + args.prefill + args.decode
+    # Workers take the CUDA devices in turn; without any they share the host's memory.
+    n_devices = 1 if args.device == "cpu" else max(len(cuda_devices()), 1)
     engine = EngineConfig(
         model_path=str(files.path),
         model_kind=files.kind,
         model_id=name,
-        shared_pool=workers + args.prefill + args.decode > 1,
+        shared_pool=n_workers > 1,
+        memory_share=1 / max(-(-n_workers // n_devices), 1),
         **engine_options(args),
     )
     return ServeConfig(

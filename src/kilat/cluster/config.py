@@ -74,17 +74,19 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Place(msgspec.Struct, frozen=True):
-    """One worker of a deployment, whichever process is it: its name, its shares of the two kinds of work, and its cores (empty: all)."""
+    """One worker of a deployment, whichever process is it: its name, its shares of the two kinds of work, its cores (empty: all),
+    and CUDA devices by name, its own first: pages of the others may be read (empty: as it finds them)."""
 
     name: str
     prefill_weight: float
     decode_weight: float
     cores: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()
 
 
-def places(config: ServeConfig, cores: Sequence[int]) -> list[Place]:
-    """The workers of a deployment on these cores. A lone one has them all; several share them as evenly as it goes, each in a row, and
-    two have the same core only when there are fewer cores than workers."""
+def places(config: ServeConfig, cores: Sequence[int], devices: Sequence[str] = ()) -> list[Place]:
+    """The workers of a deployment on these cores and devices. A lone one has them all; several share the cores as evenly as it goes, each
+    in a row, and two have the same core only when there are fewer cores than workers. They take the devices in turn."""
     kinds = [(f"worker-{i}", 1.0, 1.0) for i in range(config.workers)]
     kinds += [(f"prefill-{i}", 1.0, 0.0) for i in range(config.prefill)]
     kinds += [(f"decode-{i}", 0.0, 1.0) for i in range(config.decode)]
@@ -93,7 +95,8 @@ def places(config: ServeConfig, cores: Sequence[int]) -> list[Place]:
     for i, (name, prefill, decode) in enumerate(kinds):
         first, end = i * n_cores // n, (i + 1) * n_cores // n
         own = tuple(cores[first : max(end, first + 1)]) if n > 1 else ()
-        out.append(Place(name, prefill, decode, own))
+        at = i % len(devices) if devices else 0
+        out.append(Place(name, prefill, decode, own, (*devices[at:], *devices[:at]) if n > 1 else ()))
     return out
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from kilat.base.env import cuda_devices
 from kilat.base.errors import CapacityError, ConfigError, KilatError, PeerError
 from kilat.base.log import event, get_logger
 from kilat.cluster.config import ServeConfig, check, places

@@ -81,7 +81,7 @@ def build_engine(
     n_pages = choose_pages(
         layout,
         asked_bytes=config.kv_cache_bytes,
-        free_bytes=free_bytes(choices.device),
+        free_bytes=free_bytes(choices.device, config.memory_share),
         sessions=config.max_num_seqs,
         max_model_len=choices.max_model_len,
     )

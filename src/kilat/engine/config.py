@@ -25,6 +25,7 @@ class EngineConfig:
     max_num_seqs    sessions running at once
     max_step_tokens tokens of one forward pass over all rows
     kv_cache_bytes  memory of the page pool; None: a share of what is free, at most what the sessions can use
+    memory_share    of the device's memory (of what is free of the host's): below 1 when engines share it
     page_tokens     tokens of a KV page
     threads         CPU threads; None: the cores this process may use
     kernels         auto, reference (torch, slow, any machine), cpu (native; an error where it cannot be built) or triton (CUDA)
@@ -60,6 +61,7 @@ class EngineConfig:
     quant: str = "auto"
     kv_dtype: str = "auto"
     shared_pool: bool = False
+    memory_share: float = 1.0
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
@@ -70,6 +72,8 @@ class EngineConfig:
         _between("max_num_seqs", self.max_num_seqs, 1, 4096)
         _between("page_tokens", self.page_tokens, 1, 1024)
         _one_of("device", self.device, DEVICES)
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(f"memory_share is {self.memory_share:g}, allowed above 0 to 1")
         if self.depth is not None:
             _between("depth", self.depth, 1, 2)
         _between("max_waiting", self.max_waiting, 0, 1_000_000)

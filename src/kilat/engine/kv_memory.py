@@ -27,11 +27,14 @@ CUDA_RESERVE_BYTES = 6 << 30
 """Device memory left for graphs, workspaces and the activations of the largest step."""
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes a page pool may take: a third of the host's free memory, or what a CUDA device has left but for a reserve."""
+def free_bytes(device: torch.device, share: float = 1.0) -> int:
+    """Bytes a page pool may take: a third of the host's free memory, or what a CUDA device has left but for a reserve. ``share``: of the
+    engine that asks, when others are started beside it."""
     if device.type == "cuda":
-        return max(0, torch.cuda.mem_get_info(device)[0] - CUDA_RESERVE_BYTES)
-    return int(psutil.virtual_memory().available) // 3
+        free, total = torch.cuda.mem_get_info(device)
+        own = int(total * share) - torch.cuda.memory_reserved(device)
+        return max(0, min(free, own) - CUDA_RESERVE_BYTES)
+    return int(psutil.virtual_memory().available * share) // 3
 
 
 def choose_pages(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from kilat.base.env import child_environment
 from kilat.cluster.config import Place
 from kilat.cluster.worker_config import WorkerConfig, write_config
 
@@ -56,8 +57,13 @@ class LocalLauncher:
         path = self._folder / f"{config.worker_id}.json"
         write_config(path, msgspec.structs.replace(config, parent_pid=os.getpid()))
         # A session of its own: Ctrl-C in the terminal is for the gateway. Standard output is the gateway's alone.
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(place.devices)} if place.devices else {}
         process = subprocess.Popen(
-            [*self._command, str(path)], stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
+            [*self._command, str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            start_new_session=True,
+            env=child_environment(**devices),
         )
         if place.cores and hasattr(os, "sched_setaffinity"):
             # It has one thread yet, and those that it starts inherit its cores.
