@@ -106,7 +106,7 @@ class _Deployment:
         self._config = config
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._listener = listener
-        crew_places = places(config, _cores())
+        crew_places = places(config, _cores(), cuda_devices())
         router = Router(RouterConfig(dead_after_s=config.worker_timeout_s))
         self._fleet = Fleet(
             WorkerLinks(f"ipc://{folder}/gateway", secret), router, DispatchConfig(rescue_s=config.rescue_s)
