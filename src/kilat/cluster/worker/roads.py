@@ -3,6 +3,7 @@
 import numpy as np
 
 from kilat.base.errors import ConfigError
+from kilat.base.log import get_logger
 from kilat.cluster.worker.engine import PoolMemory
 from kilat.cluster.worker.mover import Roads
 from kilat.cluster.worker_config import WorkerConfig
@@ -10,6 +11,8 @@ from kilat.kv.board import Board
 from kilat.kv.shm import ShmTransport
 from kilat.kv.tcp import TcpTransport
 from kilat.kv.transport import Pages, Transport
+
+_log = get_logger("worker")
 
 KINDS = ("shm", "tcp", "cuda_ipc")
 
@@ -34,4 +37,9 @@ def open_roads(config: WorkerConfig, memory: PoolMemory) -> Roads:
                 transports.append(ShmTransport(pages, board))
             elif kind == "tcp":
                 transports.append(TcpTransport(pages, board, config.secret.encode(), host=config.page_host))
+    if not transports:
+        kinds = ", ".join(config.transports)
+        _log.warning(
+            "no transport of %s reads pages that lie where this engine's do: they are computed again", kinds
+        )
     return Roads(transports, board, memory.layout)
