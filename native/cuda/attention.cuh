@@ -377,7 +377,8 @@ __device__ inline void look_ahead(const Step &step, const AttentionItem &t, cons
   }
 }
 
-// The block's items of a layer, whose qkv words have the tag `tag` (of which words take 16 bits); results have tag + 1. `work` is shared memory of `work_bytes`.
+// The block's items of a layer, whose qkv words have the tag `tag` (of which words take 16 bits); results have tag + 1. `work` is shared
+// memory of `work_bytes`.
 __device__ __noinline__ void attention(const Step &step, int layer, unsigned tag, char *work, int work_bytes) {
   const ModelView &m = step.model;
   const SessionView &s = step.session;

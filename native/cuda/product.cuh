@@ -148,8 +148,8 @@ __device__ inline void multiply_chunk(float (&sum)[4], int format, uint32_t at, 
     multiply_q4<kMany, true>(sum, at, units, column, x);
 }
 
-// A block's share of matrix `index`, tiles begin ... end - 1: calls finish(tile, get) on threads of the block, where get(row in tile, token) is the sum of an
-// output. `work` is shared memory for the sums of warps; batches of tiles that fit in it are finished together.
+// Tiles begin ... end - 1 of a matrix: calls finish(first tile, number of tiles, get) on all threads of the block for batches of tiles
+// whose sums fit in `work`; get(tile of the batch, row in it, token) is the sum of an output.
 template <bool kMany, class Finish>
 __device__ void product(const Step &step, Stream &stream, const MatrixPlace &place, const Shape &shape, int begin, int end,
                         const Vectors &x, float *work, int work_bytes, Finish finish) {
