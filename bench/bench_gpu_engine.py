@@ -193,7 +193,6 @@ def arguments() -> argparse.Namespace:
     ap.add_argument("--quant", default="none", help="fp8: FP8 block weights")
     ap.add_argument("--kv-dtype", default="auto", help="fp8: pages in e4m3")
     ap.add_argument("--cases", default="decode,use,ttft,interference,offline")
-    ap.add_argument("--rows", default="1,8,64,256", help="of the decode case")
     ap.add_argument("--step-tokens", type=int, default=8192)
     ap.add_argument("--target-step-s", type=float, default=60.0, help="0.02 for the interference case")
     ap.add_argument("--prepare-s", type=float, default=6.0, help="most seconds of preparing before the cases")
@@ -259,8 +258,7 @@ def main() -> None:
     bandwidth = out["copy_bytes_per_s"]
     cases: dict[str, list[Callable[[], dict]]] = {
         "decode": [
-            partial(decode_steps, engine, rows, 512, 100 if rows < 256 else 60)
-            for rows in map(int, a.rows.split(","))
+            partial(decode_steps, engine, rows, 512, 100 if rows < 256 else 60) for rows in (1, 8, 64, 256)
         ],
         "use": [partial(device_use, engine, rows, 512, bandwidth) for rows in (1, 256)],
         "ttft": [partial(first_token, engine, n, 3) for n in (128, 1024, 8192)],

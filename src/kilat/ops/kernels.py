@@ -1,7 +1,7 @@
 """Kernels: the set of ops that a process uses, chosen once at start and passed as an argument."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -67,8 +67,7 @@ class Kernels:
     ``name`` is what ``kilat doctor`` prints, ``why`` the reason this set was taken. ``batch_invariant`` is a promise of all of them.
     ``linear`` and ``gated_linear`` take what ``pack_linear`` and ``pack_fp8`` made. ``pack_fp8`` None: the set has no FP8 product.
     ``fp8_kv``: ``rope_write`` and ``attention`` take a ``kv_scale``. ``quantized``: the same set, but ``rms_norm``, ``add_rms_norm``,
-    ``attention`` and ``gated_linear`` give rows that are quantized already, which only its products with FP8 weights take. ``fetching``: an
-    attention that uses its spare bandwidth to bring the weight of the next product near.
+    ``attention`` and ``gated_linear`` give rows that are quantized already, which only its products with FP8 weights take.
     """
 
     name: str
@@ -89,12 +88,10 @@ class Kernels:
     pack_fp8: Callable[[Fp8Weight, Tensor | None], LinearWeight] | None = None
     fp8_kv: bool = False
     quantized: "Kernels | None" = None
-    fetching: Callable[[LinearWeight], Attention] | None = None
 
     def feeding(self, w: LinearWeight) -> "Kernels":
         """The set whose results are what this set's product with ``w`` takes with the least work."""
-        chosen = self.quantized if self.quantized is not None and w.dtype == fp8_linear.FP8 else self
-        return chosen if chosen.fetching is None else replace(chosen, attention=chosen.fetching(w))
+        return self.quantized if self.quantized is not None and w.dtype == fp8_linear.FP8 else self
 
     def gated_linear(self, x: Tensor, w: LinearWeight) -> Tensor:
         """x [T, K], w [2 I, K] (gate first, then up) -> silu_mul(linear(x, w)) [T, I]; in one kernel where the set has it."""

@@ -117,18 +117,5 @@ def test_attention_quantizes_what_it_gives(fast, exact, dim, counts_lengths):
 
 def test_fp8_weights_feed_on_quantized_rows_and_others_do_not(fast):
     _, packed, _, _ = _case(1, 512, 512)
-    plain = fast.pack_linear(torch.zeros(8, 8, device="cuda").bfloat16(), None)
-    assert fast.feeding(packed).rms_norm is fast.quantized.rms_norm
-    assert fast.feeding(plain).rms_norm is fast.rms_norm
-
-
-def test_attention_that_fetches_the_next_weight_gives_the_same(fast):
-    shape = Shape(16, 4, 128, 16)
-    batch = step([1] * 3, [40, 700, 9], shape, torch.device("cuda"))
-    kv = pool(batch, shape, torch.bfloat16)
-    q = torch.randn(3, 16, 128, device="cuda", dtype=torch.bfloat16)
-    _, packed, _, _ = _case(1, 2048, 2048)
-    plain = fast.pack_linear(torch.zeros(200, 72, device="cuda").bfloat16(), None)
-    expected = fast.attention(q, kv, batch, scale=0.1)
-    assert torch.equal(fast.feeding(plain).attention(q, kv, batch, scale=0.1), expected)
-    assert _same(fast.feeding(packed).attention(q, kv, batch, scale=0.1), quantize_rows(expected))
+    assert fast.feeding(packed) is fast.quantized
+    assert fast.feeding(fast.pack_linear(torch.zeros(8, 8, device="cuda").bfloat16(), None)) is fast

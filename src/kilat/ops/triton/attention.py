@@ -1,6 +1,6 @@
 """attention: rows with few tokens go to attention_decode (or attention_exact), longer chunks to attention_prefill."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -17,16 +17,6 @@ from kilat.ops.triton.attention_tiles import Call
 from kilat.ops.triton.fp8_rows import Fp8Rows, empty_rows, quantize_rows
 
 MOST_ROWS_TIMES_HEADS = 1 << 18
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The keywords of a call."""
-
-    scale: float
-    window: int
-    kv_scale: KvScale | None
-    upcoming: Tensor | None
 
 
 class Attention:
@@ -50,11 +40,8 @@ class Attention:
         scale: float,
         window: int = 0,
         kv_scale: KvScale | None = None,
-        upcoming: Tensor | None = None,
     ) -> Tensor:
-        return self._run(self._call(q, kv, batch, Options(scale, window, kv_scale, upcoming))).out.view(
-            q.shape[0], -1
-        )
+        return self._run(self._call(q, kv, batch, scale, window, kv_scale)).out.view(q.shape[0], -1)
 
     def quantized(
         self,
@@ -65,34 +52,23 @@ class Attention:
         scale: float,
         window: int = 0,
         kv_scale: KvScale | None = None,
-        upcoming: Tensor | None = None,
     ) -> Fp8Rows:
         """quantize_rows of the result, to the bit; by the kernel itself where every row decodes and a head is a group."""
         n_tokens, n_q, dim = q.shape
-        call = self._call(q, kv, batch, Options(scale, window, kv_scale, upcoming))
+        call = self._call(q, kv, batch, scale, window, kv_scale)
         if self.exact or dim != BLOCK or batch.max_q_len > call.few:
             return quantize_rows(self._run(call).out.view(n_tokens, -1))
         rows = empty_rows(n_tokens, n_q * dim, q.device)
         self._run(replace(call, out=rows.data[:n_tokens].view(n_tokens, n_q, dim), out_scale=rows.scale))
         return rows
 
-    def _call(self, q: Tensor, kv: Tensor, batch: StepBatch, o: Options) -> Call:
+    def _call(
+        self, q: Tensor, kv: Tensor, batch: StepBatch, scale: float, window: int, kv_scale: KvScale | None
+    ) -> Call:
         q = q.contiguous()
         group_pad = triton.next_power_of_2(q.shape[1] // kv.shape[3])
         few = min(max(1, 16 // group_pad), batch.max_q_len)
-        return Call(
-            q,
-            kv,
-            torch.empty_like(q),
-            batch,
-            o.scale,
-            o.window,
-            few,
-            self.exact,
-            o.kv_scale,
-            None,
-            o.upcoming,
-        )
+        return Call(q, kv, torch.empty_like(q), batch, scale, window, few, self.exact, kv_scale)
 
     def _run(self, call: Call) -> Call:
         q, batch = call.q, call.batch

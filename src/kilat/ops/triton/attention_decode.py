@@ -25,8 +25,6 @@ from kilat.ops.triton.attention_tiles import (
 from kilat.ops.triton.launch import can_overlap, let_next_start, prefetch_l2, sm_count, wait_for_previous
 
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float16: tl.float16}
-FETCH_ROWS = 8
-"""Up to this many rows there is bandwidth to spare, and the next product's weight is fetched."""
 MERGE_APART_ROWS = 8
 """Up to this many rows a head has many parts and a second kernel merges them; with more it has two or three, and who finishes last does."""
 
@@ -66,15 +64,13 @@ def decode_rows(call: Call, done: Tensor) -> None:
     rows, d_pad, pdl = max(16, triton.next_power_of_2(n_rows)), triton.next_power_of_2(dim), can_overlap()
     merge_apart = n_rows <= MERGE_APART_ROWS
     scale_stride = 0 if call.out_scale is None else call.out_scale.stride(0)
-    upcoming = call.upcoming if pdl and n_rows <= FETCH_ROWS else None
-    fetch = 0 if upcoming is None else triton.cdiv(upcoming.nbytes, n_programs * t.warps * 32 * 16) * 16
     _shares[(n_programs,)](
-        upcoming, upcoming.nbytes if upcoming is not None else 0, call.q, kv, call.out, call.out_scale, scale_stride, call.k_scale, call.v_scale, part, weight, done,
+        call.q, kv, call.out, call.out_scale, scale_stride, call.k_scale, call.v_scale, part, weight, done,
         batch.row_start, batch.kv_len, batch.page_table,
         n_rows, batch.page_table.shape[1], kv.stride(0), kv.stride(1), call.scale * LOG2E,
         PAGE=batch.page_tokens, TOKEN_STRIDE=kv.stride(2), HEAD_STRIDE=kv.stride(3), LEAST=t.least, ROWS=rows, FEW=call.few,
         WINDOW=call.window, HKV=call.n_kv, G=call.group, G_PAD=call.group_pad, D=dim, D_PAD=d_pad, M=max(16, call.group_pad),
-        TILE=t.tile, STAGES=t.stages, AHEAD=t.ahead if pdl else 0, FETCH=fetch, LANES=t.warps * 32, MERGE=not merge_apart, PDL=pdl, num_warps=t.warps,
+        TILE=t.tile, STAGES=t.stages, AHEAD=t.ahead if pdl else 0, MERGE=not merge_apart, PDL=pdl, num_warps=t.warps,
         launch_pdl=pdl,
     )  # fmt: skip
     if merge_apart:
@@ -127,12 +123,12 @@ def _line(
 
 @triton.jit(do_not_specialize=["n_rows", "table_width", "scale_stride"])
 def _shares(
-    upcoming_ptr, upcoming_bytes, q_ptr, kv_ptr, out_ptr, scale_ptr, scale_stride, k_scale_ptr, v_scale_ptr, part_ptr, weight_ptr, done_ptr, row_start_ptr, kv_len_ptr, table_ptr,
+    q_ptr, kv_ptr, out_ptr, scale_ptr, scale_stride, k_scale_ptr, v_scale_ptr, part_ptr, weight_ptr, done_ptr, row_start_ptr, kv_len_ptr, table_ptr,
     n_rows, table_width, page_stride, kv_stride, scale,
     PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, LEAST: tl.constexpr,
     ROWS: tl.constexpr, FEW: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr,
     G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, FETCH: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     tiles_of, end_of, line, share = _line(
@@ -140,12 +136,6 @@ def _shares(
     )
     b = tl.arange(0, ROWS)
     pid = tl.program_id(0)
-    if FETCH > 0:
-        # one share of the weight a lane; lanes past its end ask for its last bytes again
-        begin = (pid * LANES + tl.arange(0, LANES)).to(tl.int64) * FETCH
-        prefetch_l2(
-            upcoming_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + tl.minimum(begin, upcoming_bytes - FETCH), FETCH
-        )  # fmt: skip
     at = pid * share
     stop = tl.minimum(at + share, line)
     m = tl.arange(0, M)

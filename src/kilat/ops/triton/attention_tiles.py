@@ -17,7 +17,6 @@ EXACT_CUT = 256
 @dataclass(frozen=True, slots=True)
 class Call:
     """One attention call as both kernels see it; ``out`` [T, Hq, D] is written, with ``out_scale`` [Hq, T] in e4m3 (D is 128 then).
-    ``upcoming``: a weight that the next product reads, to be fetched to L2 meanwhile.
 
     ``few`` is the most tokens of a row that the split kernel takes; rows with more go to the block kernel.
     """
@@ -32,7 +31,6 @@ class Call:
     exact: bool
     kv_scale: KvScale | None = None
     out_scale: Tensor | None = None
-    upcoming: Tensor | None = None
 
     @property
     def k_scale(self) -> Tensor | None:

@@ -1,7 +1,6 @@
 """triton_kernels: the CUDA sets of ops, fast and exact."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,14 +29,12 @@ def triton_kernels(why: str, *, exact: bool = False) -> Kernels:
         fused_gate=linear.gated_linear_exact if exact else linear.gated_linear,
         pack_fp8=fp8_linear.pack_fp8,
         fp8_kv=True,
-        fetching=lambda w: partial(attention, upcoming=w.data.weight),
     )
     # these return rows that only the FP8 products take: to the rest of the program a tensor like any other
     quantized: dict[str, Any] = {
         "rms_norm": rms_norm.rms_norm_fp8,
         "add_rms_norm": rms_norm.add_rms_norm_fp8,
         "attention": attention.quantized,
-        "fetching": lambda w: partial(attention.quantized, upcoming=w.data.weight),
         "fused_gate": fp8_linear.gated_linear_exact_fp8 if exact else fp8_linear.gated_linear_fp8,
     }
     return replace(plain, quantized=replace(plain, **quantized))
