@@ -1,9 +1,11 @@
 """Sessions that move between two worker loops with real engines around a tiny model say what they say on one engine."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tiered import Tiered
 from worker_pair import Start, Worker, adopt, check_clean, hand_over, introduce
 
 from kilat.base.ids import branch_id
@@ -13,6 +15,7 @@ from kilat.wire.messages import (
     Lend,
     Offered,
     PagesChanged,
+    Recalled,
     Release,
     Resync,
     StepEvents,
@@ -112,3 +115,28 @@ def test_prefix_of_a_peer_gives_the_same_tokens(pair: Any, model: Any) -> None:
     first = next(e for m in b.all(StepEvents) for e in m.events if e.session_id == "s")
     assert first.cached_tokens == len(PROMPT) // 8 * 8
     check_clean(a, b)
+
+
+@pytest.mark.parametrize("runner", ["host", "device"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_prefix_that_was_on_disk_gives_the_same_tokens(
+    tmp_path: Path, model: Any, runner: str, sampling: str
+) -> None:
+    engine = make_engine(model, shared=True, n_pages=32, depth=2, runner=runner)
+    w = Tiered(tmp_path, engine=engine)
+    try:
+        r = record("s", [*PROMPT, 9, 8, 7], n=2, max_tokens=12, ignore_eos=True, **SAMPLING[sampling])
+        for one in (record("first", PROMPT, max_tokens=3), record("other", [3] * 240, max_tokens=3), r):
+            w.tell(Submit(one))
+            w.wait_end(one.session_id)
+            w.settle()
+        for k in range(2):
+            w.wait_end(branch_id("s", k))
+        want = run(make_engine(model, n_pages=128), [r])
+        assert {sample: w.tokens(sample) for sample in want} == want
+        assert sum(m.pages["disk"] for m in w.all(Recalled)) > 0
+        assert w.cached("s") == len(PROMPT) // 8 * 8
+        check_clean(w)
+    finally:
+        w.stop()
+        engine.close()

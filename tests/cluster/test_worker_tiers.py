@@ -6,23 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from sched_engine import SchedEngine
-from worker_pair import Start, Worker, check_clean, check_same, introduce
+from tiered import DISK_BYTES, Tiered
+from worker_pair import Start, check_clean, check_same, introduce
 
 from kilat.base.errors import ConfigError
-from kilat.cluster.worker.mover import Roads
 from kilat.cluster.worker.tier_files import content_key, with_tiers
 from kilat.cluster.worker_config import WorkerConfig
-from kilat.kv.disk_tier import DiskTier
-from kilat.kv.host_tier import HostTier
-from kilat.kv.local import LocalHub
-from kilat.kv.tier import Tier
-from kilat.kv.tier_store import TierStore
 from kilat.policy.route.index import PrefixIndex
 from kilat.wire.messages import (
     Abort,
@@ -34,58 +28,15 @@ from kilat.wire.messages import (
     Refused,
     Release,
     Resync,
-    StepEvents,
     Submit,
 )
-from kilat.wire.session import SessionRecord
 from tests.policy.sched.fakes import record
 
 pytestmark = pytest.mark.logic
 
-KEY = b"k" * 16
 PAGE_BYTES = 16
-DISK_BYTES = 1 << 20
 SYSTEM = [(7 * k) % 11 for k in range(40)]
 OTHER = [(5 * k) % 7 for k in range(56)]
-SMALL: dict[str, Any] = {"n_pages": 20, "max_model_len": 76}
-
-
-class Tiered(Worker):
-    """A worker with tiers and a way to peers; ``room``: host pages, for a host tier before the disk."""
-
-    def __init__(self, folder: Path, *, room: int = 0, name: str = "w", **config: Any) -> None:
-        self.folder, self.room = folder, room
-        super().__init__(name, LocalHub(), "shm", **{**SMALL, **config})
-
-    def _roads(self, hub: LocalHub, transport: Any) -> Roads | None:
-        roads = super()._roads(hub, transport)
-        assert roads is not None
-        self.disk = DiskTier(self.folder, KEY, PAGE_BYTES, DISK_BYTES)
-        tiers: list[Tier] = [self.disk]
-        if self.room:
-            tiers.insert(0, HostTier(np.zeros((self.room, PAGE_BYTES), np.uint8), self.disk.put))
-        self.store = TierStore(tiers, self.engine.pages, self.engine.info.n_pages, PAGE_BYTES)
-        return Roads(roads.transports, roads.board, roads.layout, self.store)
-
-    def ask(self, session_id: str, prompt: list[int], **params: Any) -> SessionRecord:
-        """Run one session to its end, and check what it said."""
-        r = record(session_id, prompt, **{"max_tokens": 4, **params})
-        self.tell(Submit(r))
-        check_same(r, self)
-        return r
-
-    def settle(self) -> None:
-        """Until all evicted pages are written."""
-        self.until(lambda: self.store._queue.empty() and len(self.store._free) == self.n_buffers)
-
-    @property
-    def n_buffers(self) -> int:
-        return max(4, self.engine.info.n_pages)
-
-    def cached(self, session_id: str) -> int:
-        """Prompt tokens that a session found in the pool."""
-        events = [e for m in self.all(StepEvents) for e in m.events if e.session_id == session_id]
-        return events[0].cached_tokens
 
 
 @pytest.fixture

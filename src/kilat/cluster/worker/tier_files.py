@@ -39,6 +39,8 @@ SIZES = frozenset(
 
 def with_tiers(config: WorkerConfig, engine: AnyEngine, roads: Roads | None) -> Roads | None:
     """``roads`` with the tiers of the configuration, if it has some. Raises ConfigError when one cannot be used with this engine."""
+    if not config.disk_cache_bytes and not config.host_cache_bytes:
+        return roads
     settings: dict[str, Any] = msgspec.json.decode(config.engine)
     if not settings.get("prefix_cache", True):
         return roads
@@ -56,8 +58,6 @@ def with_tiers(config: WorkerConfig, engine: AnyEngine, roads: Roads | None) -> 
         n = config.host_cache_bytes // page_bytes
         room = memory.host_bytes(n * page_bytes).reshape(n, page_bytes)
         tiers.insert(0, HostTier(room, tiers[0].put) if tiers else HostTier(room))
-    if not tiers:
-        return roads
     store = TierStore(tiers, memory, n_pages, page_bytes)
     return replace(roads or Roads([], Board(shared=False), memory.layout), store=store)
 
