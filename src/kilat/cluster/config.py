@@ -13,6 +13,20 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_WORKERS = 256
 
 
+class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers are actors of a Ray cluster. Immutable.
+
+    address       of the cluster, HOST:PORT; ``auto`` is the one that runs on this host, or else a new one of this host alone
+    cpus, gpus    what a worker takes of its host
+    control_host  address of this host that workers of others reach the gateway at; with loopback they must be on this host
+    """
+
+    address: str = "auto"
+    cpus: float = 1.0
+    gpus: float = 0.0
+    control_host: str = "127.0.0.1"
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of ``kilat serve``. Immutable.
 
@@ -26,6 +40,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host_cache_gb        memory of the host (10^9 bytes) for pages that left the pools of CUDA devices; the workers share it evenly
     disk_cache_gb        the same on a disk, for any device, below ``disk_cache_dir``; it survives restarts
     api_keys             clients must present one of these; a key ``kl_<name>_<secret>`` belongs to tenant ``<name>``
+    ray                  where workers run, if not as processes of this host
     port                 0 takes a free port, which is printed
     drain_s              after SIGTERM running answers get this long to end
     request_timeout_s    a request that takes longer is stopped with an error
@@ -54,6 +69,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host_cache_gb: float = 0.0
     disk_cache_gb: float = 0.0
     disk_cache_dir: str = ""
+    ray: RayConfig | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
@@ -124,6 +140,8 @@ def check(config: ServeConfig) -> None:
             f"{config.prefill} prefill and {config.decode} decode workers: at least one of each is needed, "
             "or --workers that do both"
         )
+    if config.ray is not None:
+        _check_ray(config.ray)
     if (config.ttft_slo_s is None) != (config.tpot_slo_s is None):
         raise ConfigError(
             "a target is given for one of ttft and tpot only: shares are weighed by both, so give both"
@@ -156,3 +174,20 @@ def check(config: ServeConfig) -> None:
     ):
         if not value >= 0:
             raise ConfigError(f"{name} is {value:g}, it must be 0 or more")
+
+
+def _check_ray(ray: RayConfig) -> None:
+    if not ray.address:
+        raise ConfigError("the address of Ray is empty: give HOST:PORT, or auto")
+    for name, value in (("cpus", ray.cpus), ("gpus", ray.gpus)):
+        if not 0 <= value <= 4096:
+            raise ConfigError(f"{name} of a worker is {value:g}, allowed 0 to 4096")
+    if not ray.cpus and not ray.gpus:
+        raise ConfigError(
+            "a worker takes no CPU and no GPU of its host: Ray would put any number of them there"
+        )
+    if ":" in ray.control_host or ray.control_host in ("", "*", "0.0.0.0"):  # noqa: S104  (refused here)
+        raise ConfigError(
+            f"the control host is {ray.control_host!r}: it must be one IPv4 address or name of this host, "
+            "for workers connect to it"
+        )

@@ -30,7 +30,9 @@ from kilat.cluster.gateway.link import WorkerLinks
 from kilat.cluster.gateway.placing import DispatchConfig
 from kilat.cluster.gateway.prompt import PromptBuilder
 from kilat.cluster.gateway.serving import Gateway
+from kilat.cluster.launchers.launcher import Launcher
 from kilat.cluster.launchers.local import LocalLauncher
+from kilat.cluster.launchers.ray_launcher import RayLauncher
 from kilat.cluster.supervise import Crew, Plant
 from kilat.policy.route.config import RouterConfig
 from kilat.policy.route.router import Router
@@ -51,8 +53,8 @@ _log = get_logger("serve")
 def serve(config: ServeConfig, *, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
     """Serve until asked to stop; returns the exit code of the deployment: 0 after a drain, 1 when the workers died for good.
 
-    ``worker_command`` is started with the path of its configuration added. Raises ConfigError for settings that are unsafe, a port
-    that is taken, or a model whose tokenizer cannot be read.
+    ``worker_command``, Python and its arguments, is started with the path of its configuration added. Raises ConfigError for settings
+    that are unsafe, a port that is taken, or a model whose tokenizer cannot be read.
     """
     check(config)
     with _listen(config) as listener, _runtime_folder() as folder:
@@ -106,15 +108,16 @@ class _Deployment:
         self._config = config
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._listener = listener
-        crew_places = places(config, _cores(), cuda_devices())
+        crew_places = places(config, []) if config.ray else places(config, _cores(), cuda_devices())
         router = Router(RouterConfig(dead_after_s=config.worker_timeout_s))
-        self._fleet = Fleet(
-            WorkerLinks(f"ipc://{folder}/gateway", secret), router, DispatchConfig(rescue_s=config.rescue_s)
-        )
+        address = f"tcp://{config.ray.control_host}:*" if config.ray else f"ipc://{folder}/gateway"
+        self._fleet = Fleet(WorkerLinks(address, secret), router, DispatchConfig(rescue_s=config.rescue_s))
         self._fleet.on_ready = self._announce
         self._gateway = Gateway(config, self._fleet)
         transports = config.transports if len(crew_places) > 1 else ()
-        self._launcher = LocalLauncher(command, folder)
+        self._launcher: Launcher = (
+            RayLauncher(config, command[1:], crew_places) if config.ray else LocalLauncher(command, folder)
+        )
         self._crew = Crew(Plant(config, self._fleet, self._launcher, secret, transports), crew_places)
         self._gateway.drainer = self._crew.drain
         self._server = _Server(_uvicorn_config(self._gateway))

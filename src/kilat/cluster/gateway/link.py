@@ -1,8 +1,9 @@
 """The gateway's end of the sockets to its workers.
 
-One ZeroMQ ROUTER on a local socket in a private folder. A frame from a worker is (its id, the shared secret, one message); frames with
-a wrong secret, of a worker that is not expected, or that do not decode are counted and dropped. A worker's id is new each time it
-is started, so what an older one still says reaches nobody. Everything here runs on the event loop's thread.
+One ZeroMQ ROUTER on a local socket in a private folder, or on TCP (see ``secure``) for workers of other hosts. A frame from a worker is
+(its id, the shared secret, one message); frames with a wrong secret, of a worker that is not expected, or that do not decode are
+counted and dropped. A worker's id is new each time it is started, so what an older one still says reaches nobody; it is told to end.
+Everything here runs on the event loop's thread.
 """
 
 import asyncio
@@ -11,10 +12,11 @@ from collections.abc import Callable
 
 import zmq
 
-from kilat.base.errors import PeerError
+from kilat.base.errors import ConfigError, PeerError
 from kilat.base.log import get_logger
+from kilat.cluster.secure import protect_server
 from kilat.wire import codec
-from kilat.wire.messages import FromWorker, ToWorker
+from kilat.wire.messages import Drain, FromWorker, ToWorker
 
 BEAT_SUFFIX = b".beat"
 FRAMES_PER_WAKE = 64
@@ -38,12 +40,19 @@ class WorkerLinks:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        protect_server(self._socket, address, secret)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fd = -1
 
     def open(self) -> None:
-        """Bind, and read from now on in the running event loop."""
-        self._socket.bind(self.address)
+        """Bind, and read from now on in the running event loop. ``address`` has the port then. Raises ConfigError."""
+        try:
+            self._socket.bind(self.address)
+        except zmq.ZMQError as e:
+            raise ConfigError(
+                f"workers cannot be listened to on {self.address} ({e.strerror}): it must be an address of this host"
+            ) from e
+        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._loop = asyncio.get_running_loop()
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._read)
@@ -97,7 +106,11 @@ class WorkerLinks:
             return
         worker_id = self._expected.get(parts[0].removesuffix(BEAT_SUFFIX))
         if worker_id is None:
-            return  # an older worker's last words
+            if parts[0].endswith(
+                BEAT_SUFFIX
+            ):  # an older worker; one that was taken for dead wrongly would stay
+                self.send(parts[0].removesuffix(BEAT_SUFFIX).decode(errors="replace"), Drain(0.0))
+            return
         try:
             message = codec.decode_from_worker(parts[2])
         except PeerError as e:

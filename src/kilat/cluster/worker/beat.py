@@ -5,8 +5,9 @@ import threading
 import time
 
 from kilat.base import metrics as names
+from kilat.base.errors import PeerError
 from kilat.cluster.worker.channel import Channel
-from kilat.cluster.worker_config import EXIT_ORPHAN, WorkerConfig
+from kilat.cluster.worker_config import EXIT_LINK_LOST, EXIT_ORPHAN, WorkerConfig
 from kilat.wire.messages import Status
 
 SUFFIX = ".beat"
@@ -33,7 +34,8 @@ class Pulse:
 
 
 class Beat:
-    """Sends a Status every ``status_interval_s``. Ends the process when its parent is gone, even in the middle of a step."""
+    """Sends a Status every ``status_interval_s``. Ends the process when its parent or the connection to the gateway is gone, even in the
+    middle of a step."""
 
     def __init__(self, config: WorkerConfig, pulse: Pulse) -> None:
         self._config = config
@@ -56,4 +58,8 @@ class Beat:
             if os.getppid() != c.parent_pid:
                 os._exit(EXIT_ORPHAN)
             channel.send(self._pulse.status())
+            try:
+                channel.receive(0.0)
+            except PeerError:
+                os._exit(EXIT_LINK_LOST)
         channel.close()

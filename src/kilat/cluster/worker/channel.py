@@ -4,6 +4,7 @@ import zmq
 
 from kilat.base.errors import PeerError
 from kilat.base.log import get_logger
+from kilat.cluster.secure import protect_client
 from kilat.wire import codec
 from kilat.wire.messages import FromWorker, ToWorker
 
@@ -31,6 +32,7 @@ class Channel:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+        protect_client(self._socket, address, secret)
         self._socket.connect(address)
 
     def send(self, message: FromWorker) -> None:
