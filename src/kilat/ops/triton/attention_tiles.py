@@ -67,8 +67,10 @@ def attend(
     fp16, which holds them exactly; their scales are the caller's, see ``head_scale``. A NaN among such values is not seen as one.
     """
     d = tl.arange(0, D_PAD)
-    PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
-    KIND: tl.constexpr = tl.float16 if PAIRS else q.dtype
+    FP8: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
+    KIND: tl.constexpr = tl.float16 if FP8 else q.dtype
+    # TRAP: sums over pairs were wrong on an H200 where tiles have 64 rows and more (Triton 3.6), and right below
+    PAIRS: tl.constexpr = FP8 and acc.shape[0] < 64
     q = q.to(KIND)
     if PAIRS:
         # values are read two by two: matrix units want them transposed, which shared memory does for 16 bits but not for 8
@@ -113,10 +115,10 @@ def attend(
                 mask=(at[:, None] < last) & (d[None, :] < D),
                 other=0.0,
             )
-            acc = tl.dot(p.to(KIND), v, acc * shrink[:, None], input_precision="ieee")
+            acc = tl.dot(p.to(KIND), v.to(KIND), acc * shrink[:, None], input_precision="ieee")
         else:
             v = tl.load(k_ptr + kv_stride + place[:, None] + d[None, :])
-            acc = tl.dot(p.to(KIND), v, acc * shrink[:, None], input_precision="ieee")
+            acc = tl.dot(p.to(KIND), v.to(KIND), acc * shrink[:, None], input_precision="ieee")
         top = new_top
     if PAIRS:
         acc = tl.reshape(tl.join(even, odd), acc.shape) * 256.0
