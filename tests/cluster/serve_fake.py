@@ -1,5 +1,6 @@
 """``serve`` with the fake engine: ``python serve_fake.py OPTIONS.json``. Options: model_path, engine (FakeSettings), and ServeConfig's.
 
+``script``: another worker than the fake one, with ``engine`` as its settings.
 ``engine`` {"sched": {...}}: workers whose tokens are read back from real pages (SchedEngine), which move between them.
 """
 
@@ -18,8 +19,10 @@ if __name__ == "__main__":
     setup("gateway")
     options = json.loads(Path(sys.argv[1]).read_text())
     engine = options.pop("engine", {})
-    script = "fake_worker.py"
-    if "sched" in engine:
+    script = options.pop("script", "fake_worker.py")
+    if script != "fake_worker.py":
+        settings = engine
+    elif "sched" in engine:
         script, settings = "sched_worker.py", engine["sched"]
     else:
         settings = FakeSettings(**engine)

@@ -109,6 +109,9 @@ _GAUGES = (
     names.PAGES_USED,
     names.PAGES_CACHED,
     names.PAGES_PINNED,
+    names.PAGES_OFFERED,
+    names.PAGES_MOVING,
+    names.PAGES_QUARANTINED,
 )
 
 
