@@ -51,5 +51,7 @@ class Attention:
     def __call__(self, x: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch) -> Tensor:
         qkv = self.kernels.linear(x, self.qkv)
         q = self.kernels.rope_write(qkv, cos_sin, kv, batch, self.heads, self.norm, self.kv_scale)
-        y = self.feed_out.attention(q, kv, batch, scale=self.scale, window=self.window, kv_scale=self.kv_scale)
+        y = self.feed_out.attention(
+            q, kv, batch, scale=self.scale, window=self.window, kv_scale=self.kv_scale
+        )
         return self.out(y)

@@ -63,9 +63,7 @@ class Decoder:
         self.embedding = Embedding(build, "model.embed_tokens.weight", table)
         self.layers = [DecoderLayer(build, f"model.layers.{i}", c, a) for i, a in enumerate(c.attention)]
         self.norm = build.take("model.norm.weight", (c.hidden,))
-        self.head = (
-            self.embedding.as_head(build) if c.tied else untied_head(build, "lm_head.weight", table)
-        )
+        self.head = self.embedding.as_head(build) if c.tied else untied_head(build, "lm_head.weight", table)
         self.cos_sin = cos_sin_table(c.rope, max_model_len, build.device)
         self.kernels = build.kernels
 

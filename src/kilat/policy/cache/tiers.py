@@ -35,7 +35,9 @@ class TierRates:
         """To read pages that are in these tiers."""
         return sum(self._page_s[tier] for tier in tiers)
 
-    def n_worth_reading(self, tiers: Sequence[str], page_compute_s: float | None, queue_s: float = 0.0) -> int:
+    def n_worth_reading(
+        self, tiers: Sequence[str], page_compute_s: float | None, queue_s: float = 0.0
+    ) -> int:
         """How many pages of a chain to bring back, from its first on. ``tiers`` says where each is, ``page_compute_s`` what computing one
         takes (None: not known yet, then reading them will tell what that takes), ``queue_s`` how long other reads go first."""
         if page_compute_s is None:
