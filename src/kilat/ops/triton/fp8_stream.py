@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kilat.ops.fp8_linear import BLOCK
 from kilat.ops.triton.fp8_rows import Fp8Rows, empty_rows
 from kilat.ops.triton.linear_stream import Tiles
+from kilat.ops.triton.stream_end import add_cuts, bias_and_gate
 
 
 def stream_fp8(
@@ -174,35 +175,12 @@ def _stream_fp8(
         up = gl.convert_layout(acc_up, flat)
     last_cut = True
     if CUTS > 1:
-        size = gl.cast(n_rows, gl.int64) * n_out
-        stride = size * (2 if GATED else 1)
-        gl.store(part_ptr + cut * stride + at, y, mask=inside)
-        if GATED:
-            gl.store(part_ptr + cut * stride + size + at, up, mask=inside)
-        gl.thread_barrier()
         mine = done_ptr + block * gl.num_programs(0) + tile
-        last_cut = gl.atomic_add(mine, 1, sem="acq_rel", scope="gpu") == CUTS - 1
-        if last_cut:
-            # the last cut to finish adds them all, in their order
-            gl.store(mine, 0)
-            y = gl.load(part_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
-            for c in gl.static_range(1, CUTS):
-                y += gl.load(part_ptr + c * stride + at, mask=inside, other=0.0, cache_modifier=".cg")
-            if GATED:
-                up = gl.load(part_ptr + size + at, mask=inside, other=0.0, cache_modifier=".cg")
-                for c in gl.static_range(1, CUTS):
-                    up += gl.load(
-                        part_ptr + c * stride + size + at, mask=inside, other=0.0, cache_modifier=".cg"
-                    )
+        size = gl.cast(n_rows, gl.int64) * n_out
+        y, up, last_cut = add_cuts(y, up, part_ptr, mine, cut, at, inside, size, CUTS, GATED)
     if last_cut:
         kind: gl.constexpr = gl.bfloat16
-        if bias_ptr is not None:
-            y += gl.load(bias_ptr + n, mask=n < n_out, other=0.0).to(gl.float32)[:, None]
-            if GATED:
-                up += gl.load(bias_ptr + n_out + n, mask=n < n_out, other=0.0).to(gl.float32)[:, None]
-        if GATED:
-            y = y.to(kind).to(gl.float32)
-            y = (y / (1.0 + gl.exp(-y))).to(kind).to(gl.float32) * up.to(kind).to(gl.float32)
+        y = bias_and_gate(y, up, bias_ptr, n, n_out, kind, GATED)
         if out_scale_ptr is not None:
             # outputs of this tile are one group of the next product's input
             y = gl.where(inside, y.to(kind).to(gl.float32), 0.0)

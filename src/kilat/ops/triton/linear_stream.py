@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kilat.ops.triton.stream_end import add_cuts, bias_and_gate
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -148,33 +150,10 @@ def _stream(
         up = gl.convert_layout(acc_up, flat)
     last_cut = True
     if CUTS > 1:
-        size = gl.cast(n_rows, gl.int64) * n_out
-        stride = size * (2 if GATED else 1)
-        gl.store(part_ptr + cut * stride + at, y, mask=inside)
-        if GATED:
-            gl.store(part_ptr + cut * stride + size + at, up, mask=inside)
-        gl.thread_barrier()
         mine = done_ptr + block * gl.num_programs(0) + tile
-        last_cut = gl.atomic_add(mine, 1, sem="acq_rel", scope="gpu") == CUTS - 1
-        if last_cut:
-            # the last cut to finish adds them all, in their order
-            gl.store(mine, 0)
-            y = gl.load(part_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
-            for c in gl.static_range(1, CUTS):
-                y += gl.load(part_ptr + c * stride + at, mask=inside, other=0.0, cache_modifier=".cg")
-            if GATED:
-                up = gl.load(part_ptr + size + at, mask=inside, other=0.0, cache_modifier=".cg")
-                for c in gl.static_range(1, CUTS):
-                    up += gl.load(
-                        part_ptr + c * stride + size + at, mask=inside, other=0.0, cache_modifier=".cg"
-                    )
+        size = gl.cast(n_rows, gl.int64) * n_out
+        y, up, last_cut = add_cuts(y, up, part_ptr, mine, cut, at, inside, size, CUTS, GATED)
     if last_cut:
         kind: gl.constexpr = out_ptr.dtype.element_ty
-        if bias_ptr is not None:
-            y += gl.load(bias_ptr + n, mask=n < n_out, other=0.0).to(gl.float32)[:, None]
-            if GATED:
-                up += gl.load(bias_ptr + n_out + n, mask=n < n_out, other=0.0).to(gl.float32)[:, None]
-        if GATED:
-            y = y.to(kind).to(gl.float32)
-            y = (y / (1.0 + gl.exp(-y))).to(kind).to(gl.float32) * up.to(kind).to(gl.float32)
+        y = bias_and_gate(y, up, bias_ptr, n, n_out, kind, GATED)
         gl.store(out_ptr + at, y.to(kind), mask=inside)
