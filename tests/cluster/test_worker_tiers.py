@@ -312,7 +312,9 @@ def test_without_sizes_there_are_no_tiers() -> None:
 
 
 def test_disk_alone_needs_no_way_to_peers(tmp_path: Path) -> None:
-    roads = with_tiers(config(disk_cache_bytes=DISK_BYTES, disk_cache_dir=str(tmp_path)), SchedEngine(), None)
+    engine = SchedEngine()
+    roads = with_tiers(config(disk_cache_bytes=DISK_BYTES, disk_cache_dir=str(tmp_path)), engine, None)
+    assert engine.info.ledger_bytes == {"tiers": 64 * PAGE_BYTES}
     assert roads is not None and roads.store is not None and not roads.transports
     roads.store.close()
     assert (tmp_path / "pages").exists()

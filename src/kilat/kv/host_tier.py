@@ -1,6 +1,7 @@
 """The tier in the host's memory, for pools that lie on a device: a pool in the host's memory gains nothing by a copy beside it."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -8,6 +9,9 @@ import numpy as np
 from kilat.base import metrics
 from kilat.base.errors import ConfigError
 from kilat.kv.tier import Slots, TierCounts
+
+SPILL_S = 1.0
+"""Whoever ends the worker does not wait for long."""
 
 
 class HostTier:
@@ -82,6 +86,9 @@ class HostTier:
         }
 
     def close(self) -> None:
-        """What was in memory only goes to the next tier, the most wanted last."""
-        for name, slot in self._slots.items():
+        """What was in memory only goes to the next tier, the most wanted first, for at most :data:`SPILL_S`."""
+        until_s = time.monotonic() + SPILL_S
+        for name, slot in reversed(self._slots.items()):
+            if time.monotonic() > until_s:
+                return
             self._spill(name, self._memory[slot])

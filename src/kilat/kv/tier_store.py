@@ -54,6 +54,7 @@ class TierStore:
         self._memory = memory
         self._page_bytes = page_bytes
         n_buffers = max(4, min(n_pages, STAGING_BYTES // page_bytes))
+        self.n_buffer_bytes = n_buffers * page_bytes
         buffers = memory.host_bytes(n_buffers * page_bytes).reshape(n_buffers, page_bytes)
         self._free = deque(buffers)
         self._coming: dict[bytes, None] = {}

@@ -38,13 +38,14 @@ SIZES = frozenset(
 
 
 def with_tiers(config: WorkerConfig, engine: AnyEngine, roads: Roads | None) -> Roads | None:
-    """``roads`` with the tiers of the configuration, if it has some. Raises ConfigError when one cannot be used with this engine."""
+    """``roads`` with the tiers of the configuration, if it has some. Their memory is added to the engine's ledger. Raises ConfigError
+    when one cannot be used with this engine."""
     if not config.disk_cache_bytes and not config.host_cache_bytes:
         return roads
     settings: dict[str, Any] = msgspec.json.decode(config.engine)
     if not settings.get("prefix_cache", True):
         return roads
-    memory, tiers = engine.pages, list[Tier]()
+    memory, tiers, n_room = engine.pages, list[Tier](), 0
     page_bytes, n_pages = memory.layout.page_bytes, engine.info.n_pages
     if config.disk_cache_bytes:
         key = content_key(settings, layout_digest(memory.layout), engine.info.kernels)
@@ -55,10 +56,11 @@ def with_tiers(config: WorkerConfig, engine: AnyEngine, roads: Roads | None) -> 
                 "a host cache is for pages on a CUDA device, and these are in the host's memory: "
                 "use a larger --kv-cache-memory-bytes, or --disk-cache-gb"
             )
-        n = config.host_cache_bytes // page_bytes
-        room = memory.host_bytes(n * page_bytes).reshape(n, page_bytes)
+        n_room = config.host_cache_bytes // page_bytes
+        room = memory.host_bytes(n_room * page_bytes).reshape(n_room, page_bytes)
         tiers.insert(0, HostTier(room, tiers[0].put) if tiers else HostTier(room))
     store = TierStore(tiers, memory, n_pages, page_bytes)
+    engine.info.ledger_bytes["tiers"] = store.n_buffer_bytes + n_room * page_bytes
     return replace(roads or Roads([], Board(shared=False), memory.layout), store=store)
 
 
