@@ -1,11 +1,15 @@
 """Time to the first token of a chat with a long system prompt: when it is new (miss) and when it is in the prefix cache (hit).
 
-    python bench/bench_prefix.py [--model smollm2] [--words 2000] [--repeat 7] [--json FILE]
+    python bench/bench_prefix.py [--model smollm2] [--words 2000] [--repeat 7] [--disk-gb GB] [--json FILE]
 
 Over HTTP, as people see it: `kilat serve` in a child process, streamed chat completions, one at a time. Each round has a system prompt
 of its own and three questions of one length: ``miss`` brings the system prompt for the first time, ``hit`` asks something else under
 it, ``bare`` asks without it (what a hit cannot be faster than). Rounds are interleaved, figures are medians (min-max); the goal is a
 hit within a fifth of a miss.
+
+With ``--disk-gb`` the pool is so small that other prompts (not in the table) push the system prompt out of it, and two more questions
+under it follow: ``disk`` finds its pages in the file of the disk cache as the system has cached it, ``cold`` after the system was told to
+forget the file. Both compute what is not in full pages, as a hit does.
 
 Checked, or the run fails: ``usage`` of each answer names exactly the full pages that its prompt shares with an earlier one, and the
 server's counters of tokens looked up and found equal the sums over all answers since its start.
@@ -17,6 +21,7 @@ import os
 import random
 import re
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +39,7 @@ from kilat.cli.workload import WORDS
 
 GOAL = 1 / 5
 KINDS = ("miss", "hit", "bare")
+DISK_KINDS = ("disk", "cold")
 COUNTER_TIMEOUT_S = 20.0
 
 
@@ -81,7 +87,10 @@ async def run(url: str, model: str, args: argparse.Namespace) -> list[Answer]:
     async with Client(url) as client:
         for index in range(args.repeat + 1):
             system = {"role": "system", "content": f"{index} {words(draw, args.words)}"}
-            for kind in KINDS:
+            for kind in kinds_of(args):
+                if kind in DISK_KINDS:
+                    out += await push_out(client, url, model, draw, args)
+                    await settle(url, Path(args.disk_dir), cold=kind == "cold")
                 question = {"role": "user", "content": words(draw, 12)}
                 body = {
                     "model": model,
@@ -92,6 +101,35 @@ async def run(url: str, model: str, args: argparse.Namespace) -> list[Answer]:
                 }
                 out.append(await ask(client, url, body, kind))
     return out
+
+
+async def push_out(
+    client: Client, url: str, model: str, draw: random.Random, args: argparse.Namespace
+) -> list[Answer]:
+    """Fill the pool with other prompts."""
+    out = []
+    for _ in range(2):
+        other = [{"role": "user", "content": words(draw, args.words * 9 // 5)}]
+        body = {"model": model, "messages": other, "temperature": 0, "max_tokens": 1, "ignore_eos": True}
+        out.append(await ask(client, url, body, "other"))
+    return out
+
+
+async def settle(url: str, folder: Path, *, cold: bool) -> None:
+    """Wait until no more pages are written to the disk cache; ``cold``: then let the system forget its file."""
+    written, now = -1.0, metric(url, "kilat_tier_disk_written_bytes_total")
+    while written != now:
+        await asyncio.sleep(1.5)  # the worker tells its counters twice a second
+        written, now = now, metric(url, "kilat_tier_disk_written_bytes_total")
+    for path in folder.glob("*/pages") if cold else ():
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def kinds_of(args: argparse.Namespace) -> tuple[str, ...]:
+    return KINDS + (DISK_KINDS if args.disk_gb else ())
 
 
 def check(url: str, answers: list[Answer], page_tokens: int) -> None:
@@ -119,7 +157,7 @@ def metric(url: str, name: str) -> float:
 def report(args: argparse.Namespace, answers: list[Answer]) -> float:
     """Print the table and write the JSON; returns hit / miss."""
     results = []
-    for kind in KINDS:
+    for kind in kinds_of(args):
         of = [a for a in answers if a.kind == kind]
         results.append(
             {
@@ -138,7 +176,10 @@ def report(args: argparse.Namespace, answers: list[Answer]) -> float:
     columns = ("", "prompt tokens", "cached", "TTFT ms", "min", "max")
     print_table(f"prefix cache of {args.model}: {args.repeat} rounds", columns, lines)
     print(f"hit / miss {ratio:.3f}, goal {GOAL:g}; usage and counters agree")
+    for r in results[len(KINDS) :]:
+        print(f"{r['kind']} / miss {r['ttft_ms']['median'] / results[0]['ttft_ms']['median']:.3f}")
     shapes = {"system_words": args.words, "rounds": args.repeat, "page_tokens": args.page_tokens}
+    shapes["disk_gb"] = args.disk_gb
     subject = Subject(args.model, "cpu", None, None, None)
     fields = {"shapes": shapes, "results": results, "hit_over_miss": ratio, "load_1m": os.getloadavg()[0]}
     write_json(args.json, envelope(args, subject, **fields))
@@ -154,20 +195,30 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--page-tokens", type=int, default=16)
+    parser.add_argument("--disk-gb", type=float, default=0.0)
+    parser.add_argument("--pool", default="95MB", help="memory for pages with --disk-gb (default 95MB)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.kind = "prefix"
     files = fetch(args.model)
     command = [sys.executable, "-m", "kilat.cli", "serve", args.model, "--port", "0", "--stop-at-stdin-end"]
-    server = ChildServer([*command, "--drain-timeout", "0", "--block-size", str(args.page_tokens)])
+    command += ["--drain-timeout", "0", "--block-size", str(args.page_tokens)]
+    folder = tempfile.TemporaryDirectory()
+    args.disk_dir = folder.name
+    if args.disk_gb:
+        command += ["--disk-cache-gb", str(args.disk_gb), "--disk-cache-dir", folder.name]
+        command += ["--kv-cache-memory-bytes", args.pool, "--max-model-len", "4096"]
+    server = ChildServer(command)
     try:
         url = server.wait_ready(120)
         answers = asyncio.run(run(url, files.name, args))
         check(url, answers, args.page_tokens)
     finally:
         server.stop()
-    return 0 if report(args, answers[len(KINDS) :]) <= GOAL else 1
+        folder.cleanup()
+    n_warm = len(answers) // (args.repeat + 1)
+    return 0 if report(args, answers[n_warm:]) <= GOAL else 1
 
 
 if __name__ == "__main__":
