@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_head import RayHead
 from served import Served, Stream
 from tiny_model import TinyFiles, write_tiny_model
 from worker_pair import Worker
@@ -24,6 +25,14 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory, tiny: TinyFiles) -> 
     server = Served(tmp_path_factory.mktemp("server"), tiny.path)
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def ray_head() -> Iterator[RayHead]:
+    """One Ray for all tests that leave it as they found it, or start it again."""
+    head = RayHead()
+    yield head
+    head.stop()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from fake_engine import FakeSettings
 from tiny_model import TinyFiles
 
 from kilat.base.log import setup
-from kilat.cluster.config import ServeConfig
+from kilat.cluster.config import RayConfig, ServeConfig
 from kilat.cluster.launch import serve
 
 if __name__ == "__main__":
@@ -27,7 +27,9 @@ if __name__ == "__main__":
     else:
         settings = FakeSettings(**engine)
         options["transports"] = ()  # it has no pages
+    ray = options.pop("ray", None)
     config = ServeConfig(
+        ray=RayConfig(**ray) if ray else None,
         files=TinyFiles(Path(options.pop("model_path"))),
         engine=settings,
         served_model_name="tiny",

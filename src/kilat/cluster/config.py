@@ -1,5 +1,6 @@
 """Settings of a served deployment: one gateway and its workers on one machine."""
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -177,8 +178,8 @@ def check(config: ServeConfig) -> None:
 
 
 def _check_ray(ray: RayConfig) -> None:
-    if not ray.address:
-        raise ConfigError("the address of Ray is empty: give HOST:PORT, or auto")
+    if ray.address != "auto" and not re.fullmatch(r"[^:/\s]+:\d{1,5}", ray.address):
+        raise ConfigError(f"the address of Ray is {ray.address!r}: give HOST:PORT, or auto")
     for name, value in (("cpus", ray.cpus), ("gpus", ray.gpus)):
         if not 0 <= value <= 4096:
             raise ConfigError(f"{name} of a worker is {value:g}, allowed 0 to 4096")

@@ -7,8 +7,10 @@ for they have left their actors (see ``guard``), and a later driver finds them a
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from kilat.base.log import get_logger, setup
+from kilat.base.log import event, get_logger, setup
 from kilat.cluster.launchers.host import WorkerHost
 from kilat.cluster.launchers.ray_wire import (
     Down,
@@ -39,7 +41,8 @@ from kilat.cluster.launchers.ray_wire import (
 from kilat.cluster.worker_config import WorkerConfig
 
 LOOPBACK = "127.0.0.1"
-PATIENCE_S = 5.0
+CONNECT_S = 5.0
+LOOK_S, SAY_S = 1.0, 30.0
 LOCAL_STORE_BYTES = 80 * 1024 * 1024
 THREADS = 4
 """Of an actor: one waits, others take signals."""
@@ -120,17 +123,21 @@ class Driver:
         )
         actor = host.remote()
         ready = actor.__ray_ready__.remote()
+        said_at_s = time.monotonic() - SAY_S + 2 * LOOK_S
         while message.key not in self._unwanted:
             try:
-                ray.get(ready, timeout=PATIENCE_S)
+                ray.get(ready, timeout=LOOK_S)
                 return actor
             except GetTimeoutError:
-                _log.warning(
-                    "worker %s waits: no host has %g CPUs and %g GPUs to spare",
-                    message.key,
-                    self._settings.cpus,
-                    self._settings.gpus,
-                )
+                if time.monotonic() - said_at_s > SAY_S:
+                    said_at_s = time.monotonic()
+                    event(
+                        _log,
+                        "worker_waits_for_room",
+                        worker=message.key,
+                        cpus=self._settings.cpus,
+                        gpus=self._settings.gpus,
+                    )
         ray.kill(actor)
         raise Unwanted
 
@@ -159,7 +166,10 @@ def _node_id(host: object) -> str:
 
 
 def _connect(address: str) -> None:
-    """Join the Ray that runs, or with ``auto`` start one of this host alone. Raises ConnectionError, RuntimeError, ValueError."""
+    """Join the Ray that runs, or with ``auto`` start one of this host alone. Raises OSError, RuntimeError, ValueError."""
+    if address != "auto":  # Ray would try for a minute
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), CONNECT_S).close()
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "configure_logging": False}
     try:
         ray.init(address=address, **quiet)

@@ -111,15 +111,15 @@ class RayLauncher:
     async def close(self) -> None:
         if self._task is None:
             return
-        self._task.cancel()
-        driver, self._driver = self._driver, None
-        if driver is None or driver.stdin is None:
+        driver = self._driver
+        self._task.cancel()  # its end closes the driver's standard input
+        if driver is None:
             return
-        driver.stdin.close()
         try:
             await asyncio.wait_for(driver.wait(), CLOSE_S)
         except TimeoutError:
             driver.kill()
+            await driver.wait()
 
     def send(self, message: ToDriver) -> None:
         """Tell the driver, if it is there."""
@@ -165,9 +165,12 @@ class RayLauncher:
                     why = message.why
                 else:
                     self._on_message(message)
-            return why or f"its driver ended with status {await driver.wait()}"
+            code = await driver.wait()
+            return why or f"its driver ended with status {code}"
         finally:
-            self._driver = None if self._driver is driver else self._driver
+            self._driver = None
+            if driver.stdin is not None:
+                driver.stdin.close()
 
     def _fail(self, error: KilatError) -> None:
         """Whoever waits for the driver, or will before there is a new one, gets this."""
