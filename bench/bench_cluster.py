@@ -220,6 +220,7 @@ def hand_over(args: argparse.Namespace) -> dict[str, Any]:
                 rounds[kind].append(asyncio.run(one_prompt(servers[kind], args, prompt)))
                 print(kind, {k: round(v, 3) for k, v in rounds[kind][-1].items()}, flush=True)
         moved = servers["apart"].metric("kilat_moved_bytes_total") - moved
+        told = [w["prefill_tokens_per_s"] for w in servers["apart"].workers().values()]
         failed = servers["apart"].metric("kilat_moves_failed_total")
     fields = ("ttft_s", "second_token_ms", "later_ms")
     rows = {n: {f: spread([r[f] for r in rs]) for f in fields} for n, rs in rounds.items()}
@@ -233,8 +234,11 @@ def hand_over(args: argparse.Namespace) -> dict[str, Any]:
     print(
         f"TTFT apart / plain {_text(spread(ratios))}; moved {moved / needed:.3f} of the pages' bytes, {failed:g} moves failed"
     )
+    seen = args.prompt / rows["apart"]["ttft_s"]["median"]
+    print(f"rate of prompts: {max(told):.0f} tokens/s by the worker's counters, {seen:.0f} by the client")
     return {
         "rows": rows,
+        "prompt_tokens_per_s": {"told": max(told), "seen": seen},
         "ttft_ratio": spread(ratios),
         "moved_bytes": moved,
         "needed_bytes": needed,

@@ -79,6 +79,9 @@ class Metronome:
     def take_frozen(self) -> list[str]:
         return []
 
+    def prepare(self) -> bool:
+        return False
+
     def abort(self, session_ids: Iterable[str]) -> list[SessionEvent]:
         for session_id in session_ids:
             self._seqs.pop(session_id, None)
