@@ -87,7 +87,11 @@ class Builder {
     if (properties.major < 8)
       return kilat_fail(f_, KILAT_UNSUPPORTED, "%s has compute capability %d.%d; 8.0 is the least that has bf16 products",
                         properties.name, properties.major, properties.minor);
-    m_.blocks = properties.multiProcessorCount < kThreads ? properties.multiProcessorCount : kThreads;
+    m_.blocks = std::min(properties.multiProcessorCount, kThreads);
+    const int64_t groups = d_.kv_heads * ((d_.q_heads / d_.kv_heads + 7) / 8);
+    if (groups > m_.blocks)
+      return kilat_fail(f_, KILAT_UNSUPPORTED, "the model has %lld groups of heads, the device only %d processors for them", (long long)groups,
+                        m_.blocks);
     shared_limit_ = int(properties.sharedMemPerBlockOptin) - 512;  // the kernels' own variables
     most_slots_ = properties.major >= 9 ? 8 : 4;
     snprintf(m_.kernels, sizeof m_.kernels, "cuda-sm%d%d-%d", properties.major, properties.minor, m_.blocks);
@@ -130,7 +134,7 @@ class Builder {
     for (const Shape &s : v_.shape) units = std::max(units, s.units);
     for (int format : formats_) m_.slot_bytes = std::max(m_.slot_bytes, (1 << chunk_shift(format, v_.narrow)) * unit_bytes(format));
     const int vector = units * kUnitColumns * 2 + 2048;  // and the sums of two tiles
-    const int attention = 4 * dim * 4 + 2 * kRows * dim * 2 + kWarps * (dim + 2) * 4;
+    const int attention = (8 + 2 * kRows) * dim * 2 + kWarps * (dim + 2) * 4;
     m_.work_bytes = (std::max({vector, attention, 16 * 1024}) + 127) / 128 * 128;
     const int table = int(formats_.size() * sizeof(MatrixPlace)), left = shared_limit_ - m_.work_bytes - table;
     m_.slots = std::min(most_slots_, left / (kWarps * (m_.slot_bytes + 16)));

@@ -32,6 +32,9 @@ __device__ inline void copy_bulk(uint32_t to, const void *from, int bytes, uint3
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
+__device__ inline void prefetch_bulk(const void *from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 __device__ inline uint64_t policy_read_once() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -81,6 +84,19 @@ __device__ inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// c [16, 8] += a [16, 8] b [8, 8].
+__device__ inline void multiply_8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+// An 8 x 8 matrix of bf16, of which lane 4 r + c has elements 2 c and 2 c + 1 of row r, transposed.
+__device__ inline uint32_t transposed(uint32_t v) {
+  uint32_t out;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
+  return out;
 }
 
 __device__ inline uint4 load_shared(uint32_t at) {

@@ -12,7 +12,7 @@ namespace {
 void carve(kilat_device_session &s, int64_t context, bool keep_layers, Carver &c) {
   const ModelView &m = s.model->view;
   SessionView &v = s.view;
-  const int64_t groups = int64_t(m.kv_heads) * ((m.q_heads / m.kv_heads + 3) / 4);
+  const int64_t groups = int64_t(m.kv_heads) * ((m.q_heads / m.kv_heads + 7) / 8);
   v.context = int(context);
   v.max_splits = int(std::clamp<int64_t>(s.model->blocks / groups, 1, 32));
   v.kv = c.take<__nv_bfloat16>(int64_t(m.layers) * m.kv_heads * 2 * context * m.head_dim);
@@ -26,7 +26,7 @@ void carve(kilat_device_session &s, int64_t context, bool keep_layers, Carver &c
   v.logits = c.take<float>(int64_t(m.shape[kHead].tiles) * kTileRows);
   v.layers = keep_layers ? c.take<__nv_bfloat16>(int64_t(m.layers + 1) * m.hidden) : nullptr;
   s.activation_bytes = c.used() - s.kv_bytes - s.table_bytes;
-  v.partial = reinterpret_cast<TaggedFloat *>(c.take<uint64_t>(kRows * groups * v.max_splits * 4 * (m.head_dim + 2)));
+  v.partial = reinterpret_cast<TaggedFloat *>(c.take<uint64_t>(kRows * groups * v.max_splits * 8 * (m.head_dim + 2)));
   v.tops = c.take<unsigned long long>(2 * s.model->blocks);
   v.bins = c.take<unsigned long long>(4 * 256);
   v.barrier = c.take<unsigned>(1);

@@ -222,6 +222,16 @@ __device__ __noinline__ void draw_next(const Step &step, Grid &grid, char *work)
   Sampler(step, grid, share_of_block(step), work).run();
 }
 
+// The block's items of a layer of several tokens.
+__device__ inline void attend_items(const Step &step, int layer, unsigned tag, char *work) {
+#pragma unroll 1
+  for (int number = blockIdx.x; number < items_of(step); number += gridDim.x) {
+    AttentionItem t = item_of(step, number);
+    set_span(step, layer, t);
+    if (t.exists()) attend_item(step, layer, t, tag, work, step.work_bytes);
+  }
+}
+
 // The part of a pass that the computing warps do.
 template <bool kMany>
 __device__ inline void compute(const Step &step, const Rings &rings, const MatrixPlace *matrices, char *work, float *scratch) {
@@ -231,11 +241,16 @@ __device__ inline void compute(const Step &step, const Rings &rings, const Matri
   Grid grid(step);
   grid.mark();
   Turn turn(step.first_matrix);
+  AttentionItem item = item_of(step, blockIdx.x);  // of one token there are no more items than blocks
 #pragma unroll 1
   for (int index = step.first_matrix; index <= last; ++index, turn.next()) {
     const int kind = kind_of(m, index), columns = m.shape[kind].columns;
     int begin, end;
     tiles_of_rank(m.shape[kind], turn.rank(kind), begin, end);
+    if (!kMany && kind == kQkv) {  // what attention needs of the past comes nearer now
+      set_span(step, index / kLayerMatrices, item);
+      if (item.exists()) look_ahead(step, index / kLayerMatrices, item);
+    }
     Residual own{begin, 0};
     if (!kMany && !is_normed(kind) && begin * kTileRows + int(threadIdx.x) < min(end * kTileRows, m.hidden))
       own.value = residual_of(step, index, 0, begin * kTileRows + threadIdx.x);
@@ -259,8 +274,13 @@ __device__ inline void compute(const Step &step, const Rings &rings, const Matri
                    [&](int first, int n, const auto &get) { finish_tiles<kMany>(step, index, first, n, own, get); });
     grid.mark();
     if (kind == kQkv) {
-      if (kMany) grid.sync();
-      attention(step, index / kLayerMatrices, tag_of(step, index), work, step.work_bytes);
+      const int layer = index / kLayerMatrices;
+      if constexpr (kMany) {
+        grid.sync();
+        attend_items(step, layer, tag_of(step, index), work);
+      } else if (item.exists()) {
+        attend_item(step, layer, item, tag_of(step, index), work, step.work_bytes);
+      }
       grid.mark();
     }
   }

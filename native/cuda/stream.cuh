@@ -2,8 +2,9 @@
 //
 // Every computing warp has a ring of slots. The chunks of a block's tiles, counted through, go to the warps in turn. One more warp brings
 // them: its lane w fills the ring of warp w. Weights do not depend on anything that a pass computes, so the stream runs ahead over the
-// end of a matrix and over every wait as far as the rings reach. Of each ring only kInFlight chunks are on their way at a time: enough
-// for the full bandwidth, while all of them together would make everything else that crosses the device late.
+// end of a matrix and over every wait as far as the rings reach, and beyond them into the device's cache. Of each ring only kInFlight
+// chunks are on their way at a time: enough for the full bandwidth, while all of them together would make everything else that crosses
+// the device late. What goes to the cache is paced for the same reason.
 #pragma once
 
 #include "ptx.cuh"
@@ -12,10 +13,15 @@
 #ifndef KILAT_IN_FLIGHT
 #define KILAT_IN_FLIGHT 1
 #endif
+#ifndef KILAT_AHEAD
+#define KILAT_AHEAD 2
+#endif
 
 namespace kilat_cuda {
 
 constexpr int kInFlight = KILAT_IN_FLIGHT;
+constexpr int kAhead = KILAT_AHEAD;     // chunks of a warp beyond its full ring: on an H200 some 17 of the cache's 60 MB
+constexpr unsigned kPaceClocks = 3500;  // between them: about the time in which memory brings one for every warp
 
 // The tiles of a matrix that the block of this rank works on.
 __device__ inline void tiles_of_rank(const Shape &s, int rank, int &begin, int &end) {
@@ -122,15 +128,27 @@ __device__ inline void init_rings(const Step &step, const Rings &rings) {
 __device__ inline void fill_rings(const Step &step, const Rings &rings, Cursor cursor) {
   const int warp = threadIdx.x % 32;
   const uint64_t policy = policy_read_once();
-  Slot to, landed;  // where the next chunk goes; the oldest chunk that is not known to be there
-  int in_flight = 0;
+  Cursor ahead = cursor;  // what goes to the cache next: n_ahead chunks from `cursor` on are on their way there
+  Slot to, landed;        // where the next chunk goes; the oldest chunk that is not known to be there
+  int in_flight = 0, n_ahead = 0;
+  unsigned busy_until = 0;
   while (!cursor.at_end()) {
     if (in_flight > 0 && barrier_test(rings.full(step, warp, landed.index), landed.parity)) landed.next(step.slots), --in_flight;
     // a slot is free for its round when the one before was read; for the first round it always is
-    if (in_flight == kInFlight || !barrier_test(rings.free(step, warp, to.index), to.parity ^ 1)) continue;
-    copy_bulk(rings.slot(step, warp, to.index), cursor.source(), cursor.bytes(), rings.full(step, warp, to.index), policy);
-    to.next(step.slots), ++in_flight;
-    cursor.advance(step.model);
+    if (in_flight < kInFlight && barrier_test(rings.free(step, warp, to.index), to.parity ^ 1)) {
+      copy_bulk(rings.slot(step, warp, to.index), cursor.source(), cursor.bytes(), rings.full(step, warp, to.index), policy);
+      to.next(step.slots), ++in_flight;
+      cursor.advance(step.model);
+      busy_until = unsigned(clock()) + kPaceClocks;
+      if (n_ahead > 0)
+        --n_ahead;
+      else
+        ahead = cursor;
+    } else if (in_flight == 0 && n_ahead < kAhead && !ahead.at_end() && int(unsigned(clock()) - busy_until) >= 0) {
+      prefetch_bulk(ahead.source(), ahead.bytes());
+      ahead.advance(step.model), ++n_ahead;
+      busy_until = unsigned(clock()) + kPaceClocks;
+    }
   }
 }
 #endif
