@@ -19,7 +19,7 @@ echo "setup: [2/3] packages at the versions in constraints.txt (torch is the lar
 pip="$venv/bin/python -m pip --disable-pip-version-check"
 # setuptools first and no isolated build, so that the build too uses the pinned version
 $pip install -qq -c constraints.txt setuptools
-$pip install -qq -c constraints.txt --no-build-isolation -e '.[dev]'
+$pip install -qq -c constraints.txt --no-build-isolation -e '.[dev,ray]'
 echo "setup: [3/3] CPU kernels for this machine (built once, cached)"
 "$venv/bin/python" -c 'from kilat.ops.cpu.kernels import available; print("setup:", available()[1])'
 echo "setup: done, $("$venv/bin/python" -m pip list --format=freeze --disable-pip-version-check | wc -l) packages"

@@ -95,7 +95,7 @@ def test_streams_do_not_notice_the_end_of_ray_and_workers_come_back_with_it(
 ) -> None:
     server = begin(start, ray_head.address)
     before = workers(server)
-    end = begin_streams(server, streams)
+    end = begin_streams(server, streams, max_tokens=250)
     ray_head.kill()
     try:
         eventually(lambda: "ray_lost" in server.log(), "the driver is gone")

@@ -40,7 +40,6 @@ from kilat.cluster.launchers.ray_wire import (
 )
 from kilat.cluster.worker_config import WorkerConfig
 
-LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
 LOOK_S, SAY_S = 1.0, 30.0
 LOCAL_STORE_BYTES = 80 * 1024 * 1024
@@ -180,7 +179,6 @@ def _connect(address: str) -> None:
         ray.init(
             address="local",
             include_dashboard=False,
-            _node_ip_address=LOOPBACK,
             object_store_memory=LOCAL_STORE_BYTES,
             **quiet,
         )

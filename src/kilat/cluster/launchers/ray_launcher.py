@@ -1,6 +1,7 @@
 """Workers on the hosts of a Ray cluster, one actor each. Ray places them and reports their end; what they do does not depend on it."""
 
 import asyncio
+import importlib.util
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kilat.base.env import child_environment
-from kilat.base.errors import EngineError, KilatError, PeerError
+from kilat.base.errors import ConfigError, EngineError, KilatError, PeerError
 from kilat.base.log import event, get_logger
 from kilat.cluster.config import LOOPBACK, Place, ServeConfig
 from kilat.cluster.launchers.ray_wire import (
@@ -78,6 +79,8 @@ class RayLauncher:
 
     def __init__(self, config: ServeConfig, command: Sequence[str], places: Sequence[Place]) -> None:
         assert config.ray is not None
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("Ray is not installed here: pip install 'kilat[ray]'")
         one_host = config.ray.control_host in LOOPBACK
         self._setup = Setup(config.ray.address, len(places), config.ray.cpus, config.ray.gpus, one_host)
         self._command = list(command)
