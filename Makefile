@@ -11,7 +11,7 @@ SOURCES := src tests bench tools
 HERE := not gpu and not multi_gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve weights test check bench
+.PHONY: help setup serve weights test check native native-check bench
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,12 @@ check: setup ## format, lint, types, architecture, logic tests
 	@echo "check: types";   $(BIN)/mypy --no-error-summary
 	@echo "check: sizes";   $(BIN)/python tools/sizes.py --quiet
 	@echo "check: architecture and logic tests"; $(BIN)/pytest -q -m logic
+
+native: ## build the runtime without Python: build/native/kilat-native and libkilat.so (needs g++)
+	@$(MAKE) --no-print-directory -C native
+
+native-check: ## C tests of the runtime under sanitizers, and EXECUTIONS (default 100000) damaged files for its readers
+	@$(MAKE) --no-print-directory -C native check
 
 bench: setup ## measure MODEL on this machine (results are not tests)
 	@$(BIN)/kilat bench throughput --model $(MODEL) $(ARGS)

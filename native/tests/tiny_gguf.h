@@ -23,7 +23,7 @@ typedef struct tiny_entry {
 static void tiny_put(tiny_file *f, const void *p, size_t n) {
   if (f->size + n > f->room) {
     f->room = (f->size + n) * 2;
-    f->data = realloc(f->data, f->room);
+    f->data = (unsigned char *)realloc(f->data, f->room);
     if (!f->data) abort();
   }
   memcpy(f->data + f->size, p, n);
@@ -118,7 +118,7 @@ static int tiny_entries(tiny_entry *e) {
 
 /* The header; *data_offset is where the tensors' data belongs. */
 static tiny_file tiny_header(size_t *data_offset, size_t *data_bytes) {
-  tiny_file f = {0};
+  tiny_file f = {NULL, 0, 0};
   tiny_entry e[64];
   int n = tiny_entries(e);
   tiny_put(&f, "GGUF", 4);
@@ -160,7 +160,7 @@ static tiny_file tiny_gguf(void) {
   tiny_file f = tiny_header(&offset, &bytes);
   tiny_entry e[64];
   int n = tiny_entries(e);
-  static const unsigned char zeros[64];
+  static const unsigned char zeros[64] = {0};
   uint32_t state = 1;
   tiny_put(&f, zeros, offset - f.size);
   for (int i = 0; i < n; i++) {
