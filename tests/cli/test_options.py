@@ -115,6 +115,8 @@ def test_engine_flags_survive_the_way_to_a_child_process() -> None:
         ("top --interval 0", "--interval: got 0, allowed 0.1"),
         ("drain", "WORKER"),
         ("cache", "VERB"),
+        ("serve m --worker-gpus -1", "--worker-gpus: got -1, allowed 0"),
+        ("up none.yaml", "got 'none.yaml', which is not a file"),
         ("serve m --prot 1", "did you mean --port?"),
         ("serve m --stop-at-stdin", "which is no option here"),
         ("srve m", "invalid choice: 'srve'"),

@@ -49,7 +49,7 @@ def test_help_takes_under_150_ms() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["chat", "run", "bench", "serve", "model", "doctor", "top", "drain", "cache"]
+    "file", ["chat", "run", "bench", "serve", "model", "doctor", "top", "drain", "cache", "up"]
 )
 def test_command_file_needs_no_torch(file: str) -> None:
     done = python(BLOCKED.format(names=("torch",)) + f"import kilat.cli.{file}")

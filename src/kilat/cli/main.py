@@ -19,6 +19,7 @@ from kilat.cli.options import (
     lengths,
     number,
     output_file,
+    ray_flags,
     server_url,
     slo,
 )
@@ -53,6 +54,18 @@ def build_parser() -> Parser:
     parser.set_defaults(command=None, parser=parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     _serve(_command(commands, "serve", "serve a model over the OpenAI API"))
+    for verb, text, seconds in (
+        ("up", "serve as a file says, and go on after this command", 900.0),
+        ("down", "end what kilat up has started, after its running requests", 60.0),
+    ):
+        one = _command(commands, verb, text, "up")
+        one.add_argument(
+            "file", type=input_file, metavar="CLUSTER.yaml", help="docs/deploy.md says what it holds"
+        )
+        one.add_argument(
+            "--timeout", type=number(1, 86400), default=seconds, metavar="S", help=f"default {seconds:g}"
+        )
+        one.set_defaults(verb=verb)
     _top(_command(commands, "top", "watch the workers of a server: load, pages, queues, moves, hit rates"))
     drain = _command(commands, "drain", "move the sessions of a worker to the others, then end its process")
     drain.add_argument("worker", metavar="WORKER", help="its name, as kilat top shows it")
@@ -200,6 +213,9 @@ def _serve(parser: Parser) -> None:
         metavar="S",
         help="seconds that running requests get after SIGTERM (default 30)",
     )
+    ray = parser.add_argument_group("workers on many hosts (pip install 'kilat[ray]')")
+    for flag, kwargs in ray_flags():
+        ray.add_argument(flag, **kwargs)
     # For commands that start a server: it must not outlive them, however they die.
     add("--stop-at-stdin-end", action="store_true", help=argparse.SUPPRESS)
     _engine(parser)

@@ -179,6 +179,42 @@ def engine_flags() -> tuple[tuple[str, dict[str, Any]], ...]:
     )
 
 
+def ray_flags() -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Flags of ``serve`` for workers that Ray places; all but the first need it."""
+    return (
+        (
+            "--ray",
+            {
+                "metavar": "ADDRESS",
+                "help": "run the workers on the hosts of this Ray, HOST:PORT; auto: the one of this host, or a new one",
+            },
+        ),
+        (
+            "--control-host",
+            {
+                "metavar": "HOST",
+                "help": "address of this host that workers of other hosts connect to (default: loopback, no other hosts)",
+            },
+        ),
+        (
+            "--worker-cpus",
+            {
+                "type": number(0, 4096),
+                "metavar": "N",
+                "help": "processors of its host that each worker takes, and its threads (default 1)",
+            },
+        ),
+        (
+            "--worker-gpus",
+            {
+                "type": number(0, 64),
+                "metavar": "N",
+                "help": "GPUs of its host that each worker takes (default 0)",
+            },
+        ),
+    )
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The given engine flags as ``EngineConfig`` fields; what was not given is left to ``EngineConfig``."""
     fields = (_dest(flag, kwargs) for flag, kwargs in engine_flags())

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from kilat.base import log
 from kilat.base.env import cache_dir, cuda_devices
+from kilat.base.errors import ConfigError
 from kilat.cli.fetch import fetch
 from kilat.cli.options import engine_options, read_keys
-from kilat.cluster.config import ServeConfig, check
+from kilat.cluster.config import RayConfig, ServeConfig, check
 from kilat.cluster.launch import serve
 from kilat.engine.config import EngineConfig
 from kilat.load.files import ModelFiles
@@ -27,17 +28,25 @@ def _config(args: argparse.Namespace, files: ModelFiles) -> ServeConfig:
     if workers is None:
         workers = 0 if args.prefill or args.decode else 1
     n_workers = workers + args.prefill + args.decode
-    # Workers take the CUDA devices in turn; without any they share the host's memory.
+    # Workers take the CUDA devices in turn; without any they share the host's memory. With Ray each has devices of its own.
     n_devices = 1 if args.device == "cpu" else max(len(cuda_devices()), 1)
+    if args.worker_gpus:
+        n_devices = max(n_devices, round(n_workers * args.worker_gpus))
+    ray, options = _ray(args), engine_options(args)
+    if ray is not None:
+        options.setdefault(
+            "threads", max(round(ray.cpus), 1)
+        )  # Ray counts processors, and binds nobody to them
     engine = EngineConfig(
         model_path=str(files.path),
         model_kind=files.kind,
         model_id=name,
         shared_pool=n_workers > 1,
         memory_share=1 / max(-(-n_workers // n_devices), 1),
-        **engine_options(args),
+        **options,
     )
     return ServeConfig(
+        ray=ray,
         files=files,
         engine=engine,
         served_model_name=name,
@@ -55,3 +64,15 @@ def _config(args: argparse.Namespace, files: ModelFiles) -> ServeConfig:
         drain_s=args.drain_timeout,
         stop_at_stdin_end=args.stop_at_stdin_end,
     )
+
+
+def _ray(args: argparse.Namespace) -> RayConfig | None:
+    fields = {"cpus": args.worker_cpus, "gpus": args.worker_gpus, "control_host": args.control_host}
+    given = {field: value for field, value in fields.items() if value is not None}
+    if args.ray is not None:
+        return RayConfig(address=args.ray, **given)
+    if given:
+        raise ConfigError(
+            "got --control-host, --worker-cpus or --worker-gpus without --ray, which they are for"
+        )
+    return None
