@@ -18,7 +18,7 @@ import msgspec
 from kilat.cluster.worker_config import take_config, write_config
 
 CONFIG, OWN, PIDS, CODE = "config.json", "worker.json", "pids", "code"
-KEEP_S = 60.0
+KEEP_S, POLL_S = 60.0, 0.5
 
 
 def guard(folder: Path, command: Sequence[str]) -> None:
@@ -33,7 +33,9 @@ def guard(folder: Path, command: Sequence[str]) -> None:
     )
     _tell(folder / PIDS, f"{os.getpid()} {worker.pid}")
     _tell(folder / CODE, str(worker.wait()))
-    time.sleep(KEEP_S)
+    until_s = time.monotonic() + KEEP_S
+    while folder.exists() and time.monotonic() < until_s:
+        time.sleep(POLL_S)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -153,7 +153,7 @@ class RayLauncher:
 
     async def _drive(self) -> str:
         """The life of one driver; returns why it ended."""
-        env = child_environment(RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
+        env = child_environment(RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", RAY_COLOR_PREFIX="0")
         # A session of its own: Ctrl-C in the terminal is for the gateway.
         driver = await asyncio.create_subprocess_exec(
             *DRIVER, stdin=PIPE, stdout=PIPE, env=env, start_new_session=True
