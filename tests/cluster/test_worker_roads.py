@@ -11,6 +11,9 @@ from kilat.cluster.config import ServeConfig
 from kilat.cluster.worker.mover import Roads
 from kilat.cluster.worker.roads import open_roads
 from kilat.cluster.worker_config import WorkerConfig
+from kilat.kv.board import Board
+from kilat.kv.local import LocalHub, LocalTransport
+from kilat.kv.transport import Pages, Transport
 
 pytestmark = pytest.mark.logic
 
@@ -37,6 +40,18 @@ def test_transport_for_other_memory_is_left_out() -> None:
     assert kinds(open_roads(config("cuda_ipc", "tcp"), Memory(4, 4))) == ["tcp"]
     on_device = SimpleNamespace(layout=Memory(4, 4).layout, view=object(), fd=None)
     assert kinds(open_roads(config("shm", "tcp"), on_device)) == []
+
+
+def test_nixl_is_made_where_it_is_asked_for_only() -> None:
+    made: list[Board] = []
+
+    def make(pages: Pages, board: Board) -> Transport:
+        made.append(board)
+        return LocalTransport(LocalHub(), pages, board)
+
+    assert kinds(open_roads(config("nixl", "tcp"), Memory(4, 4), make)) == ["local", "tcp"]
+    assert kinds(open_roads(config("tcp"), Memory(4, 4), make)) == ["tcp"]
+    assert len(made) == 1
 
 
 def test_unknown_transport_is_refused() -> None:

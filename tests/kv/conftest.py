@@ -39,6 +39,8 @@ def end() -> Iterator[Callable[..., End]]:
             transport = LocalTransport(hub, pages, board)
         elif kind == "shm":
             transport = ShmTransport(pages, board)
+        elif kind == "nixl":
+            transport = pytest.importorskip("kilat.kv.nixl", exc_type=ImportError).NixlTransport(pages, board)
         else:
             transport = TcpTransport(pages, board, secret.encode())
         made.append(End(pages, board, transport))

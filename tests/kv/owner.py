@@ -7,12 +7,14 @@ Each line is answered by one. ``--die N SIGNAL`` sends the signal to itself when
 
 import argparse
 import base64
+import importlib
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterable
+from typing import TextIO
 
 import numpy as np
 
@@ -39,11 +41,14 @@ class DyingBoard(Board):
 
 
 def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries may say what they like, but not here
     parser = argparse.ArgumentParser()
     parser.add_argument("--pages", type=int, default=8)
     parser.add_argument("--page-bytes", type=int, default=4096)
     parser.add_argument("--secret", default=SECRET)
     parser.add_argument("--model", default="m")
+    parser.add_argument("--nixl", action="store_true")
     parser.add_argument("--die", nargs=2, default=["0", "9"])
     args = parser.parse_args()
     pages = make_pages(args.pages, args.page_bytes, model=args.model, shared=True)
@@ -52,8 +57,10 @@ def main() -> None:
         ShmTransport(pages, board),
         TcpTransport(pages, board, args.secret.encode()),
     ]
+    if args.nixl:
+        transports.append(importlib.import_module("kilat.kv.nixl").NixlTransport(pages, board))
     ends = {t.kind: base64.b64encode(t.endpoint().address).decode() for t in transports}
-    print(json.dumps(ends), flush=True)
+    print(json.dumps(ends), file=out, flush=True)
     for line in sys.stdin:
         verb, *rest = json.loads(line)
         if verb == "open":
@@ -61,22 +68,22 @@ def main() -> None:
         elif verb == "shut":
             board.shut(rest[0])
         elif verb == "flash":
-            flash(pages.memory, board, rest[0], rest[1])
+            flash(pages.memory, board, rest[0], rest[1], out)
             continue
         elif verb == "close":
             break
-        print("ok", flush=True)
+        print("ok", file=out, flush=True)
     for t in transports:
         t.close()
     board.close()
-    print("ok", flush=True)
+    print("ok", file=out, flush=True)
 
 
-def flash(memory: np.ndarray, board: Board, k: int, open_s: float) -> None:
+def flash(memory: np.ndarray, board: Board, k: int, open_s: float, out: TextIO) -> None:
     """Offer page 0 in colour ``k`` for a moment as move ``c<k>``, then write something else over it."""
     memory[0] = color(k, memory.shape[1])
     board.open(f"c{k}", [0])
-    print("ok", flush=True)
+    print("ok", file=out, flush=True)
     time.sleep(open_s)
     board.shut(f"c{k}")
     memory[0] = color(k + 1, memory.shape[1])

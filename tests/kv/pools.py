@@ -20,6 +20,7 @@ from kilat.wire.kv import Endpoint, KvLayout, Offer
 
 SECRET = "the deployment's secret"
 LIMIT_S = 20.0
+START_S = 90.0
 
 
 def make_layout(page_bytes: int, model: str = "m") -> KvLayout:
@@ -72,7 +73,8 @@ class Owner:
         command = [sys.executable, "-m", module, *args]
         self.process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.endpoints = {
-            kind: Endpoint(kind, base64.b64decode(text)) for kind, text in json.loads(self._line()).items()
+            kind: Endpoint(kind, base64.b64decode(text))
+            for kind, text in json.loads(self._line(START_S)).items()
         }
 
     def tell(self, *words: object) -> None:
@@ -100,9 +102,9 @@ class Owner:
             assert pipe is not None
             pipe.close()
 
-    def _line(self) -> str:
+    def _line(self, limit_s: float = LIMIT_S) -> str:
         out = self.process.stdout
         assert out is not None
-        if not select.select([out], [], [], LIMIT_S)[0]:
+        if not select.select([out], [], [], limit_s)[0]:
             raise TimeoutError("the owner does not answer")
         return out.readline().decode()

@@ -15,7 +15,7 @@ from tests.kv.pools import color, make_offer, wait
 
 pytestmark = pytest.mark.logic
 
-KINDS = ["local", "shm", "tcp"]
+KINDS = ["local", "shm", "tcp", "nixl"]
 Make = Callable[..., End]
 
 

@@ -17,7 +17,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``parent_pid``: the process that started it, and without which it ends; filled in by its launcher.
     ``transports``: how other workers may read its pages and it theirs, best first; none for a worker that is alone. ``shm`` (the engine
-    needs ``shared_pool``) and ``tcp`` (listens on ``page_host``) are for pages in the host's memory, ``cuda_ipc`` for pages on a CUDA
+    needs ``shared_pool``), ``tcp`` (listens on ``page_host``) and ``nixl`` (authenticates nobody) are for pages in the host's memory, ``cuda_ipc`` for pages on a CUDA
     device; those that do not fit are left out. ``offer_s``: seconds that pages stay pinned for others.
     ``host_cache_bytes`` and ``disk_cache_bytes`` (in a folder that is this worker's alone) keep pages that left the pool; 0: none.
     """

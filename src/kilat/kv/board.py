@@ -50,6 +50,11 @@ class Board:
         self._free = list(range(SLOTS - 1, -1, -1))
         self._open: dict[str, tuple[int, frozenset[int]]] = {}
 
+    @property
+    def memory(self) -> np.ndarray:
+        """The board's bytes, for transports that read them from afar."""
+        return self._words.view(np.uint8)
+
     def open(self, move_id: str, pages: Iterable[int]) -> None:
         """Let peers read these pages; they stay pinned and unchanged until :meth:`shut`. Raises CapacityError when the board is full,
         and PeerError when the move is open already."""
@@ -92,9 +97,9 @@ class Board:
 
 
 class PeerBoard:
-    """A reader's view of another process's board. Raises PeerError when ``memory`` is not the board with this ``nonce``."""
+    """A reader's view of another process's board, mapped or copied. Raises PeerError when ``memory`` is not the board with this ``nonce``."""
 
-    def __init__(self, memory: mmap.mmap, nonce: bytes) -> None:
+    def __init__(self, memory: mmap.mmap | np.ndarray, nonce: bytes) -> None:
         words = np.frombuffer(memory, np.uint64)
         if len(memory) != BOARD_BYTES or int(words[0]) != MAGIC or words[1:3].tobytes() != nonce:
             raise PeerError("the peer is another process than the one that offered its pages")

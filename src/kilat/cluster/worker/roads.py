@@ -1,5 +1,7 @@
 """Which transports a worker has, by its configuration and by where its pages lie."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kilat.base.errors import ConfigError
@@ -14,7 +16,9 @@ from kilat.kv.transport import Pages, Transport
 
 _log = get_logger("worker")
 
-KINDS = ("shm", "tcp", "cuda_ipc")
+KINDS = ("shm", "tcp", "nixl", "cuda_ipc")
+
+Make = Callable[[Pages, Board], Transport]
 
 
 def check_kinds(config: WorkerConfig) -> None:
@@ -24,9 +28,9 @@ def check_kinds(config: WorkerConfig) -> None:
             raise ConfigError(f"transport is {kind!r}; use {', '.join(KINDS)}")
 
 
-def open_roads(config: WorkerConfig, memory: PoolMemory) -> Roads:
-    """The transports of the configuration that read pages in the host's memory. Raises ConfigError when one does not exist or cannot be
-    used as the engine was started."""
+def open_roads(config: WorkerConfig, memory: PoolMemory, nixl: Make | None = None) -> Roads:
+    """The transports of the configuration that read pages in the host's memory. ``nixl`` makes that
+    kind, whose package need not be installed. Raises ConfigError when one does not exist or cannot be used as the engine was started."""
     check_kinds(config)
     board = Board()
     transports: list[Transport] = []
@@ -35,6 +39,8 @@ def open_roads(config: WorkerConfig, memory: PoolMemory) -> Roads:
         for kind in config.transports:
             if kind == "shm":
                 transports.append(ShmTransport(pages, board))
+            elif kind == "nixl" and nixl is not None:
+                transports.append(nixl(pages, board))
             elif kind == "tcp":
                 transports.append(TcpTransport(pages, board, config.secret.encode(), host=config.page_host))
     if not transports:
