@@ -9,7 +9,7 @@
 #include "../include/kilat.h"
 #include "tiny_gguf.h"
 
-static int checks;
+static _Atomic int checks;
 #define CHECK(condition)                                                                   \
   do {                                                                                     \
     checks++;                                                                              \
