@@ -69,6 +69,17 @@ def test_status_tells_the_number_of_the_last_change(start_worker: Start) -> None
     assert status.pages_seq == a.all(PagesChanged)[-1].seq > 0
 
 
+def test_pages_of_a_prompt_are_told_before_its_first_token(start_worker: Start) -> None:
+    a = start_worker("a")
+    a.tell(Resync(), Submit(record("s", PROMPT, max_tokens=3)))
+    a.wait_end("s")
+    with a.channel.news:
+        sent = list(a.channel.sent)
+    first = next(i for i, m in enumerate(sent) if isinstance(m, StepEvents) and m.events[0].token_ids)
+    known = [n for m in sent[:first] if isinstance(m, PagesChanged) for n in m.stored]
+    assert len(known) == len(PROMPT) // 4
+
+
 def prefix_names(w: Worker) -> list[bytes]:
     """Names of the full pages of PROMPT, from its start."""
     told = [m for m in w.all(PagesChanged) if m.stored]

@@ -100,6 +100,7 @@ class WorkerLoop:
             pulse.step_began_s = None
         self._step_s = time.monotonic() - began_s
         pulse.step = engine.step_count
+        self._mover.tell_pages()
         self._send_events(events)
         if not engine.has_work:
             pulse.busy = False

@@ -165,6 +165,10 @@ class Mover:
     def after_step(self) -> None:
         """Tell what the step has changed. Send the events of the step before, for offered sessions go on after them."""
         self._offers.after_step(time.monotonic())
+        self.tell_pages()
+
+    def tell_pages(self) -> None:
+        """Tell which pages can be found now. Before the events of a step: who asks again because of what he heard finds its pages."""
         stored, dropped = self._changes.take() if self._changes else ([], [])
         if self._tiers is not None:
             stored, dropped = self._tiers.changed(stored, dropped)
