@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -24,48 +25,62 @@ def free_port() -> int:
 
 
 class RayHead:
-    """``address`` stays when it is killed and started again. ``stop()`` must be called."""
+    """One node. ``address`` stays when it is killed and started again. ``stop()`` must be called.
 
-    def __init__(self) -> None:
+    ``at``: the address of the head that it joins; without one it is a head. ``inside``: a command that runs it, for another network.
+    """
+
+    def __init__(
+        self,
+        at: str | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        cpus: int = 4,
+        inside: Sequence[str] = (),
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: sockets lie in it
-        self.address = f"127.0.0.1:{free_port()}"
-        self.env = {
-            **os.environ,
-            "RAY_AUTH_MODE": "disabled",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            **GONE_AFTER,
-        }
+        self.address = at or f"{host}:{port or free_port()}"
+        self._command = [
+            *(
+                *inside,
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+                "--block",
+                "--node-ip-address",
+                host,
+            ),
+            *("--num-cpus", str(cpus), "--object-store-memory", str(80 << 20)),
+        ]
+        if at:
+            self._command += ["--address", at]
+        else:
+            self._command += ["--head", "--port", self.address.split(":")[1], "--include-dashboard", "false"]
+            self._command += ["--temp-dir", str(self.folder)]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
-        host, port = self.address.split(":")
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-                *(
-                    "--node-ip-address",
-                    host,
-                    "--port",
-                    port,
-                    "--num-cpus",
-                    "4",
-                    "--include-dashboard",
-                    "false",
-                ),
-                *("--object-store-memory", str(80 << 20), "--temp-dir", str(self.folder)),
-            ],
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        log = self.folder / "start.log"
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                self._command,
+                env={
+                    **os.environ,
+                    "RAY_AUTH_MODE": "disabled",
+                    "RAY_USAGE_STATS_ENABLED": "0",
+                    **GONE_AFTER,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
         deadline = time.monotonic() + START_S
-        while not (
-            named(self.root, "gcs_server") and named(self.root, "raylet") and _listens(host, int(port))
-        ):
-            assert self._process.poll() is None and time.monotonic() < deadline, "Ray did not start"
+        while b"Ray runtime started" not in log.read_bytes():
+            assert self._process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
 
     @property
@@ -104,8 +119,3 @@ def named(root: psutil.Process, name: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
-
-
-def _listens(host: str, port: int) -> bool:
-    with socket.socket() as s:
-        return s.connect_ex((host, port)) == 0

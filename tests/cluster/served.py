@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ BULKY: dict[str, Any] = {"prompt": "tell me", "max_tokens": 100_000, "stream": T
 
 
 class Served:
-    """One server. ``url`` is known once it is ready; ``stop()`` must be called."""
+    """One server. ``url`` is known once it is ready; ``stop()`` must be called. ``inside``: a command that runs it."""
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class Served:
         *,
         wait: bool = True,
         env: dict[str, str] | None = None,
+        inside: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self.folder = folder
@@ -41,7 +42,7 @@ class Served:
         settings.write_text(json.dumps({"model_path": str(model_path), **options}))
         self._log = self.log_path.open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "serve_fake.py"), str(settings)],
+            [*inside, sys.executable, str(HERE / "serve_fake.py"), str(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -33,7 +33,7 @@ from kilat.cluster.worker_config import WorkerConfig
 
 DRIVER = (sys.executable, "-m", "kilat.cluster.launchers.ray_driver")
 FIND_S = 2.0
-KILL_S = 5.0
+KILL_S = 2.0
 CLOSE_S = 10.0
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0
 
