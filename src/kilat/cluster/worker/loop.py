@@ -19,7 +19,7 @@ from kilat.wire.session import SessionRecord
 IDLE_WAIT_S = 0.1
 STUCK_WAIT_S = 0.001
 SNAPSHOT_S = 0.2
-PATIENCE = 0.1
+PATIENCE = 0.25
 """Of the time of a step: what a step may be late for a session whose pages are almost here."""
 
 _log = get_logger("worker")
