@@ -1,0 +1,68 @@
+"""Real weights: the runtime's ids are the engine's, greedy and sampled, with block formats kept and widened; so are kilat-native's."""
+
+import subprocess
+
+import pytest
+
+from kilat.cli.main import main
+from kilat.llm import LLM
+from kilat.load.sources import resolve
+from kilat.native.runtime import NativeModel, Sampling
+from kilat.wire.sampling import SamplingParams
+from tests.e2e.prompts import PROMPTS
+from tests.native import twins
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.usefixtures("runtime")]
+MODELS = ["smollm2", "qwen2.5-coder-0.5b"]
+N = 32
+
+
+@pytest.mark.parametrize("weights", ["stored", "wide"])
+@pytest.mark.parametrize("name", MODELS)
+def test_ids_are_the_engines(name, weights):
+    texts = PROMPTS[:4]
+    greedy = SamplingParams(temperature=0.0, max_tokens=N, ignore_eos=True)
+    sampled = SamplingParams(
+        temperature=0.8, top_p=0.95, top_k=50, min_p=0.02, seed=77, max_tokens=N, ignore_eos=True
+    )
+    quant = "auto" if weights == "stored" else "none"
+    with LLM(name, dtype="bfloat16", max_model_len=512, max_num_seqs=4, kernels="cpu", quant=quant) as llm:
+        asked = [llm.generate(texts, p) for p in (greedy, sampled)]
+    draws = (Sampling(), Sampling(0.8, 50, 0.95, 0.02, 77))
+    with NativeModel(resolve(name).path, weights=weights) as model, model.session(512) as session:
+        for completions, draw in zip(asked, draws):
+            for text, c in zip(texts, completions):
+                assert model.encode(text) == c.prompt_ids
+                assert twins.native_ids(session, c.prompt_ids, N, draw) == c.samples[0].token_ids, text
+
+
+def test_command_answers_from_the_chat_template(capsys):
+    args = ["native", "smollm2", "--chat", "-p", "What is the capital of France? Answer in one sentence."]
+    assert main([*args, "--stats"]) == 0
+    out, err = capsys.readouterr()
+    assert "Paris" in out and "weights" in err and "tokens/s" in err
+
+
+def test_program_gives_the_librarys_text(tmp_path, capsys):
+    built = subprocess.run(
+        ["make", "-s", "-C", "native", f"OUT={tmp_path}", f"{tmp_path}/kilat-native"],
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert built.returncode == 0, built.stderr
+    path = str(resolve("smollm2").path)
+    prompt = "The three largest cities of"
+    done = subprocess.run(
+        [f"{tmp_path}/kilat-native", path, "-p", prompt, "-n", "20"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert main(["native", "smollm2", "-p", prompt, "--max-tokens", "20"]) == 0
+    assert capsys.readouterr().out == done.stdout
+    wrong = subprocess.run(
+        [f"{tmp_path}/kilat-native", str(tmp_path), "-p", "x"], capture_output=True, text=True, timeout=60
+    )
+    assert wrong.returncode == 1 and "config.json" in wrong.stderr
