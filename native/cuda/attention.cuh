@@ -69,8 +69,7 @@ __device__ inline void look_ahead(const Step &step, int layer, const AttentionIt
   const int64_t side = int64_t(step.session.context) * dim * 2;
 #pragma unroll 1
   for (int at = threadIdx.x * 128; at < n; at += kThreads * 128) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + side + at));
+    prefetch_line(from + at), prefetch_line(from + side + at);
   }
 }
 

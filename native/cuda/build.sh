@@ -10,7 +10,7 @@ objects=$(dirname "$out")/objects
 mkdir -p "$objects"
 pids=
 for source in native/cuda/step.cu native/cuda/pack.cu native/cuda/model.cu native/cuda/session.cu native/cuda/backend.cu \
-  native/tests/cuda_check.cu native/runtime/rope.cpp native/runtime/formats.cpp; do
+  native/tests/cuda_check.cu native/tests/fail.cpp native/runtime/rope.cpp native/runtime/formats.cpp; do
   "$nvcc" -std=c++17 -O3 -lineinfo -gencode="arch=compute_${arch#sm_},code=$arch" ${FLAGS:-} -Xcompiler -Wall,-fPIC -x cu -c "$source" \
     -o "$objects/$(basename "${source%.*}").o" &
   pids="$pids $!"

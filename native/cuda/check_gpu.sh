@@ -8,9 +8,8 @@ export PYTHONPATH=src:. PYTHONUNBUFFERED=1
 began=$(date +%s)
 passed() { echo "== $1 after $(($(date +%s) - began)) s"; }
 
-# the path without bulk copies, which older devices take, is checked here too
+# the path without bulk copies, which older devices take, is run here too
 FLAGS=-DKILAT_NO_BULK sh native/cuda/build.sh build/native/no_bulk/libkilat_cuda.so &
-no_bulk=$!
 # and what the two sizes of the stream (stream.cuh) are worth on this device
 for size in IN_FLIGHT=2 AHEAD=0 AHEAD=4; do
   FLAGS=-DKILAT_$size sh native/cuda/build.sh "build/native/$size/libkilat_cuda.so" &

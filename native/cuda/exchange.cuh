@@ -13,21 +13,8 @@
 
 namespace kilat_cuda {
 
-constexpr unsigned kMostPolls = 1u << 22;  // seconds: a block is gone, and an error is better than a device that hangs
-
-__device__ inline uint4 load_words(const uint32_t *p) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-__device__ inline uint32_t load_word(const uint32_t *p) {
-  uint32_t v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
 __device__ inline void store_word(uint32_t *p, float value, unsigned tag) {
-  const uint32_t word = (uint32_t(__bfloat16_as_ushort(__float2bfloat16_rn(value))) << 16) | tag;
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(word) : "memory");
+  store_bits(p, (uint32_t(__bfloat16_as_ushort(__float2bfloat16_rn(value))) << 16) | tag);
 }
 __device__ inline float number_of(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
 // Two words' numbers as a bf16 pair.
@@ -52,13 +39,10 @@ struct TaggedFloat {
   float value;
   unsigned tag;
 };
-__device__ inline void store_tagged(TaggedFloat *p, float value, unsigned tag) {
-  asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1,%2};" ::"l"(p), "r"(__float_as_uint(value)), "r"(tag) : "memory");
-}
+__device__ inline void store_tagged(TaggedFloat *p, float value, unsigned tag) { store_words_2(p, __float_as_uint(value), tag); }
 __device__ inline TaggedFloat load_tagged(const TaggedFloat *p) {
-  uint32_t value, tag;
-  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(value), "=r"(tag) : "l"(p) : "memory");
-  return {__uint_as_float(value), tag};
+  const uint2 v = load_words_2(p);
+  return {__uint_as_float(v.x), v.y};
 }
 
 }  // namespace kilat_cuda

@@ -92,7 +92,7 @@ class Builder {
     if (groups > m_.blocks)
       return kilat_fail(f_, KILAT_UNSUPPORTED, "the model has %lld groups of heads, the device only %d processors for them", (long long)groups,
                         m_.blocks);
-    shared_limit_ = int(properties.sharedMemPerBlockOptin) - 512;  // the kernels' own variables
+    shared_limit_ = int(properties.sharedMemPerBlockOptin);
     most_slots_ = properties.major >= 9 ? 8 : 4;
     snprintf(m_.kernels, sizeof m_.kernels, "cuda-sm%d%d-%d", properties.major, properties.minor, m_.blocks);
     return KILAT_OK;
@@ -136,7 +136,7 @@ class Builder {
     const int vector = units * kUnitColumns * 2 + 2048;  // and the sums of two tiles
     const int attention = (8 + 2 * kRows) * dim * 2 + kWarps * (dim + 2) * 4;
     m_.work_bytes = (std::max({vector, attention, 16 * 1024}) + 127) / 128 * 128;
-    const int table = int(formats_.size() * sizeof(MatrixPlace)), left = shared_limit_ - m_.work_bytes - table;
+    const int table = kScratch * 4 + int(formats_.size() * sizeof(MatrixPlace)), left = shared_limit_ - m_.work_bytes - table;
     m_.slots = std::min(most_slots_, left / (kWarps * (m_.slot_bytes + 16)));
     if (m_.slots < 2)
       return kilat_fail(f_, KILAT_UNSUPPORTED, "the device's %d bytes of shared memory are too few for an inner size of %d", shared_limit_, v_.inner);

@@ -72,8 +72,8 @@ __global__ void widen_kernel(const Source s, T *out) {
 template <class T>
 cudaError_t widen_to(const Source &s, T *out, cudaStream_t stream) {
   const int64_t n = s.rows * s.columns;
-  widen_kernel<<<unsigned((n + 255) / 256), 256, 0, stream>>>(s, out);
-  return cudaGetLastError();
+  void *arguments[] = {const_cast<Source *>(&s), &out};
+  return cudaLaunchKernel(widen_kernel<T>, dim3(unsigned((n + 255) / 256)), dim3(256), arguments, 0, stream);
 }
 
 }  // namespace
@@ -90,9 +90,9 @@ int stored_format(const kilat_tensor &t) {
 }
 
 cudaError_t pack(const Source &source, const Target &target, cudaStream_t stream) {
-  const int64_t n = (source.rows + 7) / 8 * target.units * 32;
-  pack_kernel<<<unsigned((n + 255) / 256), 256, 0, stream>>>(source, target, n);
-  return cudaGetLastError();
+  int64_t n = (source.rows + 7) / 8 * target.units * 32;
+  void *arguments[] = {const_cast<Source *>(&source), const_cast<Target *>(&target), &n};
+  return cudaLaunchKernel(pack_kernel, dim3(unsigned((n + 255) / 256)), dim3(256), arguments, 0, stream);
 }
 
 cudaError_t widen(const Source &source, __nv_bfloat16 *out, cudaStream_t stream) { return widen_to(source, out, stream); }

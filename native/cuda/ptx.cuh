@@ -1,4 +1,4 @@
-// ptx.cuh: the few instructions that C++ has no name for.
+// ptx.cuh: the few instructions that C++ has no name for. The tests have another version of them, for the host.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -6,6 +6,10 @@
 #include <stdint.h>
 
 #include "layout.h"
+
+#ifdef KILAT_EMULATED
+#include "../tests/emulated/ptx.h"
+#else
 
 // Bulk copies that complete on a barrier in shared memory exist from sm_90 on; before, and with KILAT_NO_BULK, lanes copy 16 bytes each.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !defined(KILAT_NO_BULK)
@@ -119,6 +123,54 @@ __device__ inline unsigned load_acquire(const unsigned *at) {
   return v;
 }
 
+constexpr unsigned kMostPolls = 1u << 22;  // seconds: a block is gone, and an error is better than a device that hangs
+
+// A barrier of the threads that compute.
+__device__ inline void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+
+// Words and tagged numbers (exchange.cuh) past the processor's own cache.
+__device__ inline uint4 load_words(const uint32_t *p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ inline uint2 load_words_2(const void *p) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ inline uint32_t load_word(const uint32_t *p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ inline void store_words_2(void *p, uint32_t a, uint32_t b) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(a), "r"(b) : "memory");
+}
+__device__ inline void store_bits(uint32_t *p, uint32_t word) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(word) : "memory");
+}
+__device__ inline void prefetch_line(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// The thread's number, of which the compiler does not know that it is the same in every layer: otherwise it computes all addresses once,
+// before the first layer, and keeps them in local memory.
+__device__ inline int thread_here() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
+// The block's dynamic shared memory.
+__device__ inline char *shared_memory() {
+  extern __shared__ __align__(128) char bytes[];
+  return bytes;
+}
+
+}  // namespace kilat_cuda
+#endif
+
+namespace kilat_cuda {
+
 // Elements of a bf16 pair as fp32.
 __device__ inline float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
@@ -127,8 +179,5 @@ __device__ inline uint32_t pair_of(float lo, float hi) {
   const __nv_bfloat162 p = __floats2bfloat162_rn(lo, hi);
   return *reinterpret_cast<const uint32_t *>(&p);
 }
-
-// A barrier of the threads that compute.
-__device__ inline void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
 }  // namespace kilat_cuda

@@ -45,7 +45,7 @@ class Sampler {
       for (int i = threadIdx.x; i < 4 * 256; i += kThreads) __stcg(step_.session.bins + i, 0ull);
     grid_.sync();
     best = 0;
-    for (int i = threadIdx.x; i < gridDim.x; i += kThreads) best = max(best, __ldcg(tops + i));
+    for (unsigned i = threadIdx.x; i < gridDim.x; i += kThreads) best = max(best, __ldcg(tops + i));
     best = block_max(best, scratch_);
     const unsigned rank = unsigned(best >> 32), id = 0xffffffffu - unsigned(best);
     if (rank >= 0xff80 || rank < 0x0080) {  // infinite or NaN

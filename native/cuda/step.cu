@@ -44,14 +44,6 @@ __device__ inline Words words_of(const Step &step, int index, int row) {
   return {base + (int64_t(index / kLayerMatrices % 2) * kRows + row) * n, tag & 0xffffu};
 }
 
-// The thread's number, of which the compiler does not know that it is the same in every layer: otherwise it computes all addresses once,
-// before the first layer, and keeps them in local memory.
-__device__ inline int thread_here() {
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));
-  return thread;
-}
-
 // Brings a token's vector [n], once it is there, as bf16 to shared memory; each(values of four elements) on the thread that has them.
 // `waits` false: it is there, from an earlier launch. What is not there yet is asked for again all at once: a trip takes long, not a load.
 template <class Each>
@@ -152,6 +144,7 @@ __device__ __noinline__ void stage_many(const Step &step, int index, __nv_bfloat
     normalized(step, index, row, true, keep, work, scratch);
     sync_threads();
     for (int i = threadIdx.x; i < n; i += kThreads) store_word(step.session.normed + int64_t(row) * n + i, __bfloat162float(work[i]), 0);
+    sync_threads();  // before the next token takes the place
   }
 }
 
@@ -292,11 +285,11 @@ __device__ inline void compute(const Step &step, const Rings &rings, const Matri
 
 template <bool kMany>
 __global__ void __launch_bounds__(kBlockThreads, 1) pass_kernel(const __grid_constant__ Step step) {
-  extern __shared__ __align__(128) char shared[];
-  __shared__ float scratch[32];
+  char *shared = shared_memory();
   const int head = step.model.layers * kLayerMatrices, n_slots = kWarps * step.slots;
   char *work = shared + n_slots * step.slot_bytes, *barriers = work + step.work_bytes;
-  MatrixPlace *matrices = reinterpret_cast<MatrixPlace *>(barriers + n_slots * 16);
+  float *scratch = reinterpret_cast<float *>(barriers + n_slots * 16);
+  MatrixPlace *matrices = reinterpret_cast<MatrixPlace *>(scratch + kScratch);
   const Rings rings{shared_address(shared), shared_address(barriers)};
   for (int i = threadIdx.x; i <= head; i += kBlockThreads) matrices[i] = step.model.matrices[i];
 #if KILAT_BULK
@@ -314,28 +307,25 @@ __global__ void __launch_bounds__(kBlockThreads, 1) pass_kernel(const __grid_con
 }
 
 __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const __grid_constant__ Step step) {
-  extern __shared__ __align__(128) char shared[];
   Grid grid(step);
-  Sampler(step, grid, share_of_block(step), shared).run();
+  Sampler(step, grid, share_of_block(step), shared_memory()).run();
 }
 
-cudaError_t launch(const void *kernel, const Step &step, dim3 blocks, int threads, int shared_bytes, cudaStream_t stream) {
+using Kernel = void (*)(Step);
+
+cudaError_t launch(Kernel kernel, const Step &step, int blocks, int threads, int shared_bytes, cudaStream_t stream) {
   void *arguments[] = {const_cast<Step *>(&step)};
-  return cudaLaunchCooperativeKernel(kernel, blocks, dim3(threads), arguments, shared_bytes, stream);
-}
-
-const void *pass_of(const Step &step) {
-  return step.rows > 1 ? reinterpret_cast<const void *>(pass_kernel<true>) : reinterpret_cast<const void *>(pass_kernel<false>);
+  return cudaLaunchCooperativeKernel(kernel, dim3(blocks), dim3(threads), arguments, shared_bytes, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_pass(const Step &step, int blocks, int shared_bytes, cudaStream_t stream) {
-  return launch(pass_of(step), step, dim3(blocks), kBlockThreads, shared_bytes, stream);
+  return launch(step.rows > 1 ? pass_kernel<true> : pass_kernel<false>, step, blocks, kBlockThreads, shared_bytes, stream);
 }
 
 cudaError_t launch_sample(const Step &step, int blocks, int shared_bytes, cudaStream_t stream) {
-  return launch(reinterpret_cast<const void *>(sample_kernel), step, dim3(blocks), kThreads, shared_bytes, stream);
+  return launch(sample_kernel, step, blocks, kThreads, shared_bytes, stream);
 }
 
 int barriers_of_pass(const Step &step) {
@@ -349,8 +339,7 @@ int tags_of_pass(const Step &step) { return 2 * (step.model.layers * kLayerMatri
 int barriers_of_sample(const Step &step) { return barriers_of(step.draw, step.model.vocab); }
 
 cudaError_t prepare_kernels(int shared_bytes) {
-  for (const void *kernel : {reinterpret_cast<const void *>(pass_kernel<true>), reinterpret_cast<const void *>(pass_kernel<false>),
-                             reinterpret_cast<const void *>(sample_kernel)}) {
+  for (Kernel kernel : {pass_kernel<true>, pass_kernel<false>, sample_kernel}) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
   }

@@ -1,19 +1,9 @@
 // cuda_check.cu: what the tests and measurements of the CUDA backend call beside its table of functions.
-#include <stdarg.h>
-#include <stdio.h>
 #include <time.h>
 
 #include "../cuda/pack.h"
 #include "../cuda/trace.h"
 #include "../runtime/formats.h"
-
-extern "C" int kilat_fail(kilat_failure *failure, int status, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(failure->text, sizeof failure->text, format, arguments);
-  va_end(arguments);
-  return status;
-}
 
 namespace {
 

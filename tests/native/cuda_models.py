@@ -33,9 +33,9 @@ class Config:
 class RandomModel:
     """Weights on host and device; :meth:`reference` is what the backend should compute."""
 
-    def __init__(self, config: Config, seed: int = 0) -> None:
-        self.config = config
-        self.random = torch.Generator("cuda").manual_seed(seed)
+    def __init__(self, config: Config, device: str = "cuda", seed: int = 0) -> None:
+        self.config, self.device = config, device
+        self.random = torch.Generator(device).manual_seed(seed)
         n = config
         kv, q = n.kv_heads * n.head_dim, n.q_heads * n.head_dim
         self.shapes = {"q": (q, n.hidden), "k": (kv, n.hidden), "v": (kv, n.hidden), "o": (n.hidden, q)}
@@ -54,7 +54,7 @@ class RandomModel:
         self.frequencies = 1.0 / 500000.0 ** (torch.arange(0, dim, 2).float() / dim)
 
     def _normal(self, shape: tuple[int, ...], std: float) -> torch.Tensor:
-        return torch.randn(shape, generator=self.random, device="cuda") * std
+        return torch.randn(shape, generator=self.random, device=self.device) * std
 
     def _matrix(self, shape: tuple[int, int]) -> table.Weight:
         return table.PACKERS[self.config.format](self._normal(shape, shape[1] ** -0.5))
@@ -95,9 +95,9 @@ class RandomModel:
     def reference(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [T, vocab] fp32, and what entered each layer and left the last [layers + 1, T, hidden]."""
         n = self.config
-        x = self.embedding.values[torch.tensor(ids, device="cuda")]
-        position = torch.arange(len(ids), device="cuda")
-        angle = position.float()[:, None] * self.frequencies.cuda()
+        x = self.embedding.values[torch.tensor(ids, device=self.device)]
+        position = torch.arange(len(ids), device=self.device)
+        angle = position.float()[:, None] * self.frequencies.to(self.device)
         turn = angle.double().cos().float(), angle.double().sin().float()
         hidden = position[None, :] > position[:, None]
         if n.window:

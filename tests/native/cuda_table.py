@@ -9,6 +9,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "build/native/libkilat_cuda.so"
+EMULATED = ROOT / "build/native/libkilat_cuda_emulated.so"
 F32, F16, Q4_0, Q4_1, BF16, F8 = 0, 1, 2, 3, 30, 1000
 DTYPE_BF16 = 2
 STORED, WIDE = 1, 2
@@ -111,20 +112,24 @@ class Backend(c.Structure):
     ]
 
 
-def build_library() -> Path:
-    """The library, built again when a source is newer."""
-    sources = [p for folder in ("cuda", "runtime", "tests") for p in (ROOT / "native" / folder).iterdir()]
-    if not LIBRARY.exists() or LIBRARY.stat().st_mtime < max(p.stat().st_mtime for p in sources):
-        subprocess.run(["sh", str(ROOT / "native/cuda/build.sh")], check=True, timeout=300)
-    return LIBRARY
+def build_library(emulated: bool = False) -> Path:
+    """The library of the backend and its checks, or of the backend on an emulated device; built again when a source is newer."""
+    folders = ("cuda", "runtime", "tests", "tests/emulated")
+    sources = [p for folder in folders for p in (ROOT / "native" / folder).iterdir() if p.is_file()]
+    library = EMULATED if emulated else LIBRARY
+    if not library.exists() or library.stat().st_mtime < max(p.stat().st_mtime for p in sources):
+        script = "native/tests/emulated/build.sh" if emulated else "native/cuda/build.sh"
+        subprocess.run(["sh", str(ROOT / script), str(library)], check=True, timeout=300)
+    return library
 
 
 def load_library(path: Path) -> c.CDLL:
     """The library with the result types that ctypes cannot guess."""
     lib = c.CDLL(str(path))
     lib.kilat_cuda_backend.restype = c.POINTER(Backend)
-    lib.kilat_read_bandwidth.restype = c.c_double
-    lib.kilat_compare_format.restype = c.c_int64
+    if path != EMULATED:
+        lib.kilat_read_bandwidth.restype = c.c_double
+        lib.kilat_compare_format.restype = c.c_int64
     return lib
 
 

@@ -1,6 +1,11 @@
-"""A pass of the CUDA backend against torch with the same roundings; one token at a time, in prompts, after a restore."""
+"""A pass of the CUDA backend against torch with the same roundings; one token at a time, in prompts, after a restore.
+
+The same tests run on an emulated device (native/tests/emulated), with smaller models: its threads take turns in a random order.
+"""
 
 import ctypes as c
+import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -9,18 +14,16 @@ from kilat.ops.sample import Filter, sample_row, uniform
 from tests.native import cuda_table as table
 from tests.native.cuda_models import Config, RandomModel, Session, greedy
 
-pytestmark = pytest.mark.gpu
-
 LLAMA = Config(3, 256, 704, 8, 2, 64, 1003)
 CONFIGS = {
     "llama": LLAMA,
     "llama-untied": Config(2, 512, 1000, 4, 4, 128, 515, tied=False),
     "qwen2": Config(2, 896, 4864, 14, 2, 64, 2048, qkv_bias=True),
     "qwen3": Config(2, 512, 1024, 16, 4, 128, 600, head_norms=True),
-    "all-biases": Config(2, 256, 512, 8, 8, 32, 500, all_biases=True),
+    "all-biases": Config(2, 256, 512, 4, 4, 32, 500, all_biases=True),
     "window-partial-rotation": Config(2, 256, 512, 10, 2, 96, 500, window=50, rotary=48),
     "large-heads": Config(1, 768, 512, 4, 1, 256, 500),
-    "llama-8b-layers": Config(2, 4096, 14336, 32, 8, 128, 4096, tied=False),
+    "twelve-heads-of-one": Config(2, 256, 512, 12, 1, 64, 500),
     "fp8": Config(2, 512, 1152, 8, 2, 64, 500, format="fp8", tied=False),
     "fp8-wide": Config(2, 512, 1152, 8, 2, 64, 500, format="fp8", wide=True),
     "q4_0": Config(2, 512, 1152, 8, 2, 64, 500, format="q4_0", tied=False),
@@ -28,20 +31,45 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def lib():
-    if not torch.cuda.is_available():
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Where a test runs: ``name`` is torch's device for the reference."""
+
+    name: str
+    lib: c.CDLL
+
+    def model(self, name: str) -> RandomModel:
+        """A model that is not too large for this device."""
+        config = CONFIGS[name]
+        if self.name == "cpu":
+            hidden = 64 if config.hidden == 576 else 128
+            narrow = {"hidden": hidden, "inner": min(config.inner, 192), "vocab": min(config.vocab, 203)}
+            config = dataclasses.replace(config, **narrow, layers=min(config.layers, 2))
+        return RandomModel(config, self.name)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("cpu", marks=pytest.mark.cpu, id="emulated"),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+def device(request) -> Device:
+    if request.param == "cpu" and not shutil.which("g++"):
+        pytest.skip("no g++")
+    if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    return table.load_library(table.build_library())
+    return Device(request.param, table.load_library(table.build_library(request.param == "cpu")))
 
 
 @pytest.fixture
-def opened(lib):
+def opened(device):
     """Opens sessions and closes them."""
     sessions = []
 
     def create(model: RandomModel, context: int = 512, flags: int = table.KEEP_LAYERS) -> Session:
-        sessions.append(Session(lib, model, context, flags))
+        sessions.append(Session(device.lib, model, context, flags))
         return sessions[-1]
 
     yield create
@@ -58,25 +86,39 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_and_layers_are_those_of_torch(opened, name):
-    model = RandomModel(CONFIGS[name])
+def test_logits_and_layers_are_those_of_torch(device, opened, name):
+    model = device.model(name)
     session = opened(model)
-    ids = tokens(203, model.config.vocab)
+    cuts = (5, 1, 1, 64, 1, 130, 1) if device.name == "cuda" else (5, 1, 1, 30, 1)
+    ids = tokens(sum(cuts), model.config.vocab)
     logits, layers = model.reference(ids)
     done = 0
-    for n in (5, 1, 1, 64, 1, 130, 1):
+    for n in cuts:
         session.forward(ids[done : done + n], done)
         done += n
         assert distance(session.layers(), layers[:, done - 1]) < 1e-2, f"layers at {done - 1}"
         assert distance(session.logits(), logits[done - 1]) < 1.5e-2, f"logits at {done - 1}"
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "window-partial-rotation", "fp8", "q4_1"])
-def test_bits_do_not_depend_on_how_a_prompt_is_cut(opened, name):
-    model = RandomModel(CONFIGS[name])
-    ids = tokens(100, model.config.vocab)
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_layers_of_a_large_model_are_those_of_torch(device, opened):
+    model = RandomModel(Config(2, 4096, 14336, 32, 8, 128, 4096, tied=False))
+    session = opened(model)
+    ids = tokens(90, 4096)
+    logits, layers = model.reference(ids)
+    for first, n in ((0, 88), (88, 1), (89, 1)):
+        session.forward(ids[first : first + n], first)
+        assert distance(session.layers(), layers[:, first + n - 1]) < 1e-2
+        assert distance(session.logits(), logits[first + n - 1]) < 1.5e-2
+
+
+@pytest.mark.parametrize("name", ["llama", "window-partial-rotation", "q4_1"])
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(device, opened, name):
+    model = device.model(name)
+    ids = tokens(100 if device.name == "cuda" else 35, model.config.vocab)
     seen = []
-    for cut in (1, 7, 8, 100):
+    for cut in (1, 7, 100):
         session = opened(model)
         for first in range(0, len(ids), cut):
             session.forward(ids[first : first + cut], first)
@@ -85,32 +127,32 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(opened, name):
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other))
 
 
-def test_a_step_gives_the_same_bits_again(opened):
-    model = RandomModel(CONFIGS["qwen2"])
-    ids = tokens(300, model.config.vocab)
+def test_a_step_gives_the_same_bits_again(device, opened):
+    model = device.model("qwen2")
+    ids = tokens(300 if device.name == "cuda" else 40, model.config.vocab)
     session = opened(model)
     session.forward(ids, 0)
     first = session.logits()
-    for _ in range(20):
+    for _ in range(20 if device.name == "cuda" else 5):
         session.forward(ids[-1:], len(ids) - 1)
         assert torch.equal(session.logits(), first)
 
 
-def test_a_restored_session_goes_on_as_the_first_would(opened):
-    model = RandomModel(LLAMA)
+def test_a_restored_session_goes_on_as_the_first_would(device, opened):
+    model = device.model("llama")
     a, b = opened(model), opened(model, context=300)
-    ids = tokens(80, LLAMA.vocab)
-    a.forward(ids[:79], 0)
-    b.restore(79, a.state(79))
+    ids = tokens(41, model.config.vocab)
+    a.forward(ids[:40], 0)
+    b.restore(40, a.state(40))
     assert torch.equal(a.logits(), b.logits())
-    a.forward(ids[79:], 79), b.forward(ids[79:], 79)
+    a.forward(ids[40:], 40), b.forward(ids[40:], 40)
     assert torch.equal(a.logits(), b.logits())
 
 
-def test_greedy_takes_the_lowest_of_the_largest(opened):
-    model = RandomModel(LLAMA)
+def test_greedy_takes_the_lowest_of_the_largest(device, opened):
+    model = device.model("llama")
     session = opened(model)
-    for i, token in enumerate(tokens(30, LLAMA.vocab)):
+    for i, token in enumerate(tokens(12, model.config.vocab)):
         drawn = session.forward([token], i, c.byref(greedy()))
         assert drawn == int(session.logits().argmax())
 
@@ -125,13 +167,13 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-def test_draws_are_those_of_the_reference(opened, filters):
+def test_draws_are_those_of_the_reference(device, opened, filters):
     temperature, top_k, top_p, min_p = filters
-    session = opened(RandomModel(CONFIGS["qwen2"]))
+    session = opened(device.model("qwen2"))
     session.forward([5, 6, 7], 0)
     logits = session.logits()
     wanted, got = [], []
-    for position in range(200):
+    for position in range(200 if device.name == "cuda" else 20):
         draw = table.Draw(temperature, top_p, min_p, uniform(3, position), top_k)
         got.append(session.sample(draw))
         wanted.append(sample_row(logits, Filter(temperature, top_k, top_p, min_p, 3, position)))
@@ -139,23 +181,27 @@ def test_draws_are_those_of_the_reference(opened, filters):
     assert sum(a != b for a, b in zip(got, wanted)) <= 1
 
 
-def test_a_draw_of_a_step_is_the_draw_of_its_logits(opened):
-    model = RandomModel(LLAMA)
+def test_a_draw_of_a_step_is_the_draw_of_its_logits(device, opened):
+    model = device.model("llama")
     session = opened(model)
-    for i, token in enumerate(tokens(20, LLAMA.vocab)):
+    for i, token in enumerate(tokens(10, model.config.vocab)):
         draw = table.Draw(1.1, 0.95, 0.0, uniform(9, i), 40)
         assert session.forward([token], i, c.byref(draw)) == session.sample(draw)
 
 
-def test_output_that_is_not_finite_is_an_error(opened):
-    model = RandomModel(LLAMA)
+def test_output_that_is_not_finite_is_an_error_and_the_session_lives_on(device, opened):
+    model = device.model("llama")
     model.norm.data[3] = float("nan")
     session = opened(model)
-    with pytest.raises(RuntimeError, match="not finite"):
-        session.forward([1], 0, c.byref(greedy()))
+    for draw in (greedy(), table.Draw(0.7, 0.9, 0.0, 0.25, 5)):
+        with pytest.raises(RuntimeError, match="not finite"):
+            session.forward([1], 0, c.byref(draw))
+    session.forward([1, 2, 3], 0)
 
 
-def test_memory_report_is_what_the_driver_gave(opened):
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_memory_report_is_what_the_driver_gave(device, opened):
     model = RandomModel(Config(2, 2048, 8192, 32, 8, 64, 32000))
     opened(RandomModel(LLAMA))  # the context and the kernels are there
     torch.cuda.synchronize()
@@ -165,7 +211,9 @@ def test_memory_report_is_what_the_driver_gave(opened):
     assert abs(sum(session.memory().values()) - used) < 0.02 * used + (4 << 20)
 
 
-def test_block_formats_are_read_as_the_runtime_reads_them(lib):
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_block_formats_are_read_as_the_runtime_reads_them(device):
     block_bytes = {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 12: 144, 13: 176, 14: 210}
     generator = torch.Generator().manual_seed(1)
     for kind, size in block_bytes.items():
@@ -175,7 +223,7 @@ def test_block_formats_are_read_as_the_runtime_reads_them(lib):
         for high_byte in {14: (209,), 12: (1, 3), 13: (1, 3), 3: (1, 3), 7: (1, 3)}.get(kind, (1,)):
             data[:, high_byte] = (data[:, high_byte] & 0x83) | 0x28
         n = 64 * items
-        differ = lib.kilat_compare_format(
+        differ = device.lib.kilat_compare_format(
             c.c_int(kind), c.c_void_p(data.data_ptr()), c.c_int64(n), c.c_int64(data.numel())
         )
         # a value in the middle between two bf16 numbers may be on either side of it in fp32
