@@ -145,3 +145,20 @@ async def test_ray_that_is_not_there_is_an_error_with_its_address(tmp_path: Path
     with pytest.raises(EngineError, match=r"'127\.0\.0\.1:1' cannot be used: .*refused"):
         await asyncio.wait_for(Yard(launcher, tmp_path).start(), 60)
     await launcher.close()
+
+
+@pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
+async def test_worker_that_ends_at_once_has_ended_though_both_were_told_in_one_breath() -> None:
+    config = ServeConfig(files=None, engine=None, served_model_name="m", workers=2, ray=RayConfig())  # type: ignore[arg-type]
+    worker = WorkerConfig(
+        address="ipc://nowhere", secret="s", worker_id="worker-1.x", engine=msgspec.Raw(b"{}")
+    )
+    script = (
+        'import sys; sys.stdin.readline(); print(\'{"type":"up"}\', flush=True); sys.stdin.readline();'
+        'print(\'{"type":"started","key":"worker-1.x","pid":1,"folder":"f","host":"h"}\\n\''
+        '\'{"type":"exited","key":"worker-1.x","code":5}\', flush=True); sys.stdin.read()'
+    )
+    launcher = RayLauncher(config, ["-c", ""], PLACES, driver=(sys.executable, "-c", script))
+    handle = await asyncio.wait_for(launcher.start(PLACES[1], worker), 20)
+    assert await ends(handle) == 5
+    await launcher.close()

@@ -143,7 +143,10 @@ class Driver:
     def _begin(self, actor: Any, message: Start | Find) -> Started | None:
         key = message.key
         node_id = ray.get(actor.__ray_call__.remote(_node_id))
-        address = next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node_id)
+        addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
+        if (address := addresses.get(node_id)) is None:
+            self._send(Failed(key, "its host has left Ray"))
+            return None
         if self._settings.one_host and node_id != self._here:
             why = "Ray put it on another host, which cannot reach this one at its loopback address: give --control-host"
             self._send(Failed(key, why, final=True))

@@ -77,16 +77,24 @@ class RayHandle:
 class RayLauncher:
     """Has one driver process, which is started again when it dies. ``command`` is what Python runs on the other host."""
 
-    def __init__(self, config: ServeConfig, command: Sequence[str], places: Sequence[Place]) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        command: Sequence[str],
+        places: Sequence[Place],
+        *,
+        driver: Sequence[str] = DRIVER,
+    ) -> None:
         assert config.ray is not None
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("Ray is not installed here: pip install 'kilat[ray]'")
         one_host = config.ray.control_host in LOOPBACK
         self._setup = Setup(config.ray.address, len(places), config.ray.cpus, config.ray.gpus, one_host)
         self._command = list(command)
+        self._driver_command = driver
         self._numbers = {place.name: i for i, place in enumerate(places)}
         self._handles: dict[str, RayHandle] = {}
-        self._starts: dict[str, asyncio.Future[Started]] = {}
+        self._starts: dict[str, asyncio.Future[RayHandle]] = {}
         self._driver: Process | None = None
         self._up: asyncio.Future[None] | None = None
         self._was_up = False
@@ -98,18 +106,17 @@ class RayLauncher:
             self._task = asyncio.create_task(self._run())
         assert self._up is not None
         await asyncio.shield(self._up)
-        key, number = config.worker_id, self._numbers[place.name]
+        key = config.worker_id
         self._starts[key] = asyncio.get_running_loop().create_future()
-        self.send(Start(key, number, self._command, msgspec.Raw(msgspec.json.encode(config))))
+        settings = msgspec.Raw(msgspec.json.encode(config))
+        self.send(Start(key, self._numbers[place.name], self._command, settings))
         try:
-            started = await self._starts[key]
+            return await self._starts[key]
         except asyncio.CancelledError:
             self.send(Signal(key, signal.SIGKILL))
             raise
         finally:
             del self._starts[key]
-        handle = self._handles[key] = RayHandle(self, number, started)
-        return handle
 
     async def close(self) -> None:
         if self._task is None:
@@ -156,7 +163,7 @@ class RayLauncher:
         env = child_environment(RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", RAY_COLOR_PREFIX="0")
         # A session of its own: Ctrl-C in the terminal is for the gateway.
         driver = await asyncio.create_subprocess_exec(
-            *DRIVER, stdin=PIPE, stdout=PIPE, env=env, start_new_session=True
+            *self._driver_command, stdin=PIPE, stdout=PIPE, env=env, start_new_session=True
         )
         self._driver, why = driver, ""
         self.send(self._setup)
@@ -211,7 +218,10 @@ class RayLauncher:
     def _on_started(self, message: Started) -> None:
         waiting, handle = self._starts.get(message.key), self._handles.get(message.key)
         if waiting is not None and not waiting.done():
-            waiting.set_result(message)
+            # Known from now on: the news of its end may be right behind.
+            place = self._numbers[message.key.rpartition(".")[0]]
+            started = self._handles[message.key] = RayHandle(self, place, message)
+            waiting.set_result(started)
         elif handle is not None:
             event(_log, "worker_found", worker=message.key, pid=handle.pid)
             handle.blind = False
@@ -223,6 +233,7 @@ class RayLauncher:
         if waiting is not None and not waiting.done():
             waiting.set_exception(EngineError(message.why) if message.final else PeerError(message.why))
         elif handle is not None:
+            handle.blind = True
             asyncio.get_running_loop().call_later(FIND_S, self._find, handle)
 
     def _find(self, handle: RayHandle) -> None:
