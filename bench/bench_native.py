@@ -103,7 +103,7 @@ class EngineAlone:
         )
 
     def _submit(self, prompt: list[int], n: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, seed=0)
         self.llm.engine.submit(SessionRecord(new_session_id(), prompt, params))
 
     def first_ms(self, prompt: list[int]) -> float:

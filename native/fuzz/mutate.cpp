@@ -59,8 +59,8 @@ std::string small_safetensors() {
   std::string json = "{\"__metadata__\":{\"format\":\"pt\"}";
   int at = 0;
   for (auto &t : tensors) {
-    json += std::string(",\"") + t.name + "\":{\"dtype\":\"BF16\",\"shape\":[" + t.shape + "],\"data_offsets\":[" + std::to_string(at) + "," +
-            std::to_string(at + 2 * t.values) + "]}";
+    json += std::string(",\"") + t.name + "\":{\"dtype\":\"BF16\",\"shape\":[" + t.shape + "],\"data_offsets\":[" +
+            std::to_string(at) + "," + std::to_string(at + 2 * t.values) + "]}";
     at += 2 * t.values;
   }
   return length_first(json + "}", std::string(size_t(at), '\1'));
@@ -71,7 +71,8 @@ std::vector<Input> seeds() {
       "{\"model_type\":\"qwen3\",\"hidden_size\":8,\"intermediate_size\":8,\"num_hidden_layers\":1,\"num_attention_heads\":2,"
       "\"num_key_value_heads\":1,\"head_dim\":4,\"vocab_size\":16,\"max_position_embeddings\":64,\"rms_norm_eps\":1e-6,"
       "\"tie_word_embeddings\":true,\"eos_token_id\":[1,2],\"dtype\":\"bfloat16\",\"rope_parameters\":{\"rope_type\":\"llama3\","
-      "\"rope_theta\":1e4,\"factor\":4.0,\"low_freq_factor\":1.0,\"high_freq_factor\":4.0,\"original_max_position_embeddings\":32}}";
+      "\"rope_theta\":1e4,\"factor\":4.0,\"low_freq_factor\":1.0,\"high_freq_factor\":4.0,\"original_max_position_embeddings\":32}"
+      "}";
   const std::string weights = small_safetensors();
   uint16_t n = uint16_t(config.size());
   std::string both = std::string(reinterpret_cast<char *>(&n), 2) + config + weights;
@@ -92,8 +93,28 @@ size_t header_bytes(const Input &in) {
 }
 
 void change(Random *r, Input *in, size_t header) {
-  static const uint64_t kOdd[] = {0, 1, 2, 7, 8, 31, 32, 255, 256, 65535, 1u << 16, 0x7fffffff, 0x80000000u, 0xffffffffu, 1ull << 32,
-                                  1ull << 62, ~0ull >> 1, ~0ull, 0x7ff0000000000000u, 1000, 30, 12};
+  static const uint64_t kOdd[] = {0,
+                                  1,
+                                  2,
+                                  7,
+                                  8,
+                                  31,
+                                  32,
+                                  255,
+                                  256,
+                                  65535,
+                                  1u << 16,
+                                  0x7fffffff,
+                                  0x80000000u,
+                                  0xffffffffu,
+                                  1ull << 32,
+                                  1ull << 62,
+                                  ~0ull >> 1,
+                                  ~0ull,
+                                  0x7ff0000000000000u,
+                                  1000,
+                                  30,
+                                  12};
   static const char kSigns[] = "{}[]\",:0123456789-+.eE \\u\ntfn";
   size_t limit = header < in->size() ? header : in->size();
   size_t at = r->below(r->below(8) ? limit : in->size());
@@ -103,12 +124,15 @@ void change(Random *r, Input *in, size_t header) {
     case 1: (*in)[at] = uint8_t(r->next()); break;
     case 2: case 3: {
       uint64_t v = kOdd[r->below(sizeof kOdd / sizeof *kOdd)];
-      for (size_t i = 0, width = size_t(1) << r->below(4); i < width && at + i < in->size(); i++) (*in)[at + i] = uint8_t(v >> 8 * i);
+      for (size_t i = 0, width = size_t(1) << r->below(4); i < width && at + i < in->size(); i++)
+        (*in)[at + i] = uint8_t(v >> 8 * i);
       break;
     }
     case 4: in->resize(r->below(4) ? at : in->size() - r->below(40 < in->size() ? 40 : in->size())); break;
     case 5: in->insert(in->begin() + long(at), uint8_t(r->next())); break;
-    case 6: in->erase(in->begin() + long(at), in->begin() + long(at + r->below(in->size() - at < 24 ? in->size() - at : 24))); break;
+    case 6:
+      in->erase(in->begin() + long(at), in->begin() + long(at + r->below(in->size() - at < 24 ? in->size() - at : 24)));
+      break;
     case 7: {
       size_t from = r->below(limit), n = r->below(in->size() - from < 48 ? in->size() - from : 48);
       Input piece(in->begin() + long(from), in->begin() + long(from + n));

@@ -30,8 +30,8 @@ enum {
   KILAT_TYPE_F8_E4M3 = 1000 /* with `scales` */
 };
 
-/* A tensor [rows, cols] in a mapped file, valid while model_build runs; a vector has one row. data is null when the model has no such
- * tensor. Not aligned beyond a byte. Rows are whole blocks and lie one after another, `row_bytes` apart. */
+/* A tensor [rows, cols] in a mapped file, valid while model_build runs; a vector has one row. data is null when the model has no
+ * such tensor. Not aligned beyond a byte. Rows are whole blocks and lie one after another, `row_bytes` apart. */
 typedef struct kilat_tensor {
   const void *data;
   int64_t rows, cols, row_bytes;
@@ -75,7 +75,8 @@ typedef struct kilat_failure {
 /* Sets the text like printf and returns `status`: `return kilat_fail(f, KILAT_NO_MEMORY, "..., got %d", n)`. */
 int kilat_fail(kilat_failure *failure, int status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
-/* What sampling at a position comes to: a kilat_sampling that was checked, and its uniform number in (0, 1). temperature 0: greedy. */
+/* What sampling at a position comes to: a kilat_sampling that was checked, and its uniform number in (0, 1). temperature 0: greedy.
+ */
 typedef struct kilat_draw {
   double temperature, top_p, min_p, u;
   int64_t top_k;
@@ -103,9 +104,9 @@ typedef struct kilat_backend {
   void (*session_free)(kilat_device_session *s);
   int (*session_memory)(const kilat_device_session *s, kilat_memory *out, int capacity);
 
-  /* Write K and V of ids [n] at positions first ... first + n - 1, all before being there, and leave the logits of the last one; with
-   * `draw` also sample from them into *next (KILAT_NOT_FINITE when their maximum is not finite). n is 1 for a step; the backend
-   * cuts a long prompt as it likes. */
+  /* Write K and V of ids [n] at positions first ... first + n - 1, all before being there, and leave the logits of the last one;
+   * with `draw` also sample from them into *next (KILAT_NOT_FINITE when their maximum is not finite). n is 1 for a step; the
+   * backend cuts a long prompt as it likes. */
   int (*forward)(kilat_device_session *s, const int32_t *ids, int64_t n, int64_t first, const kilat_draw *draw, int32_t *next,
                  kilat_failure *f);
   /* Sample from the logits that are there. */

@@ -20,7 +20,8 @@ const char *const kEndTokens[] = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "
 // The metadata of one architecture: checks types and ranges, remembers what was read.
 class Fields {
  public:
-  Fields(const Gguf &file, const char *name, const std::string &architecture) : file_(file), name_(name), prefix_(architecture + ".") {}
+  Fields(const Gguf &file, const char *name, const std::string &architecture)
+      : file_(file), name_(name), prefix_(architecture + ".") {}
 
   const GgufValue *get(const char *key) {
     seen_.push_back(prefix_ + key);
@@ -31,8 +32,8 @@ class Fields {
     const GgufValue *found = get(key);
     int64_t value = found ? found->is_integer() ? found->integer : -1 : otherwise;
     if (value < 1 || value > limit)
-      fail(KILAT_BAD_FILE, "%s: %s%s is %s, expected a whole number from 1 to %lld", name_, prefix_.c_str(), key, found ? "out of range" : "missing",
-           static_cast<long long>(limit));
+      fail(KILAT_BAD_FILE, "%s: %s%s is %s, expected a whole number from 1 to %lld", name_, prefix_.c_str(), key,
+           found ? "out of range" : "missing", static_cast<long long>(limit));
     return value;
   }
 
@@ -47,7 +48,8 @@ class Fields {
   void must_be(const char *key, int64_t wanted) {
     const GgufValue *found = get(key);
     if (found && found->integer != wanted)
-      fail(KILAT_UNSUPPORTED, "%s: %s%s is not %lld, which is all that is supported", name_, prefix_.c_str(), key, static_cast<long long>(wanted));
+      fail(KILAT_UNSUPPORTED, "%s: %s%s is not %lld, which is all that is supported", name_, prefix_.c_str(), key,
+           static_cast<long long>(wanted));
   }
 
   void finish() const {
@@ -70,7 +72,8 @@ class Fields {
 void check_container(const Gguf &file, const char *name) {
   const GgufValue *kind = file.find("general.type"), *parts = file.find("split.count");
   if (kind && kind->text != "model") fail(KILAT_UNSUPPORTED, "%s holds something else than a model", name);
-  if (parts && parts->integer > 1) fail(KILAT_UNSUPPORTED, "%s is one part of a split model: join the parts with llama-gguf-split --merge", name);
+  if (parts && parts->integer > 1)
+    fail(KILAT_UNSUPPORTED, "%s is one part of a split model: join the parts with llama-gguf-split --merge", name);
 }
 
 void read_scaling(Fields *f, Config *c, const char *name) {
@@ -93,18 +96,20 @@ void read_scaling(Fields *f, Config *c, const char *name) {
   }
 }
 
-// Llama 3.x files carry the divisor of each frequency instead of the parameters it was computed from. These are found again by computing
-// the divisors of every published Llama 3.x model and comparing.
+// Llama 3.x files carry the divisor of each frequency instead of the parameters it was computed from. These are found again by
+// computing the divisors of every published Llama 3.x model and comparing.
 void read_divisors(const Gguf &file, Config *c, const char *name) {
   const GgufTensor *t = file.tensor("rope_freqs.weight");
   if (!t || c->rope.scaling != RopeScaling::None) return;
   int64_t n = c->head_dim / 2;
-  if (t->type != KILAT_TYPE_F32 || t->cols != n || t->rows != 1) fail(KILAT_BAD_FILE, "%s: rope_freqs.weight has a wrong type or shape", name);
+  if (t->type != KILAT_TYPE_F32 || t->cols != n || t->rows != 1)
+    fail(KILAT_BAD_FILE, "%s: rope_freqs.weight has a wrong type or shape", name);
   std::vector<float> found(static_cast<size_t>(n));
   memcpy(found.data(), t->data.data, size_t(n) * 4);
   double factor = 0;
   for (float d : found) {
-    if (!(d >= 0.999f && d < 1e30f)) fail(KILAT_BAD_FILE, "%s: rope_freqs.weight holds values below 1 or not finite: the file is damaged", name);
+    if (!(d >= 0.999f && d < 1e30f))
+      fail(KILAT_BAD_FILE, "%s: rope_freqs.weight holds values below 1 or not finite: the file is damaged", name);
     factor = std::max(factor, double(d));
   }
   if (factor < 1.001) return;
@@ -113,7 +118,8 @@ void read_divisors(const Gguf &file, Config *c, const char *name) {
     double turns = context * pow(c->rope.theta, -2.0 * double(i) / double(c->head_dim)) / (2 * M_PI);
     double kept = std::min(std::max((turns - low) / (high - low), 0.0), 1.0), wanted = 1 / ((1 - kept) / factor + kept);
     if (fabs(double(found[size_t(i)]) - wanted) > 1e-3 * wanted)
-      fail(KILAT_UNSUPPORTED, "%s: rope_freqs.weight is not Llama 3 scaling, which is all that is supported: use the safetensors", name);
+      fail(KILAT_UNSUPPORTED, "%s: rope_freqs.weight is not Llama 3 scaling, which is all that is supported: use the safetensors",
+           name);
   }
   c->rope.scaling = RopeScaling::Llama3;
   c->rope.factor = factor;
@@ -122,8 +128,8 @@ void read_divisors(const Gguf &file, Config *c, const char *name) {
   c->rope.original_context = context;
 }
 
-// An id ends a text when the metadata says so, when the chat template writes its token and the token is known to end turns, or when it
-// is the padding token and is known to end texts.
+// An id ends a text when the metadata says so, when the chat template writes its token and the token is known to end turns, or when
+// it is the padding token and is known to end texts.
 void read_special_ids(const Gguf &file, Config *c, const char *name) {
   const GgufValue *array = file.find("tokenizer.ggml.tokens"), *chat = file.find("tokenizer.chat_template");
   std::vector<std::string_view> tokens;
@@ -131,13 +137,15 @@ void read_special_ids(const Gguf &file, Config *c, const char *name) {
   auto id_of = [&](const char *key) -> int32_t {
     const GgufValue *v = file.find(key);
     if (!v) return -1;
-    if (!v->is_integer() || v->integer < 0 || v->integer >= int64_t(tokens.size())) fail(KILAT_BAD_FILE, "%s: %s is not an id of the vocabulary", name, key);
+    if (!v->is_integer() || v->integer < 0 || v->integer >= int64_t(tokens.size()))
+      fail(KILAT_BAD_FILE, "%s: %s is not an id of the vocabulary", name, key);
     return int32_t(v->integer);
   };
   auto add = [&](int32_t id) {
     if (id >= 0 && std::find(c->end_ids.begin(), c->end_ids.end(), id) == c->end_ids.end()) c->end_ids.push_back(id);
   };
-  for (const char *key : {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"}) add(id_of(key));
+  for (const char *key : {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"})
+    add(id_of(key));
   int32_t padding = id_of("tokenizer.ggml.padding_token_id");
   std::vector<std::string_view> used;
   for (const char *token : kEndTokens) {
@@ -192,7 +200,8 @@ Config config_of_gguf(const Gguf &file, const char *name) {
     fail(KILAT_BAD_FILE, "%s: token_embd.weight is missing or does not fit the config", name);
   c.vocab = embedding->rows;
   const GgufValue *tokens = file.find("tokenizer.ggml.tokens");
-  if (tokens && tokens->count > size_t(c.vocab)) fail(KILAT_BAD_FILE, "%s: the vocabulary has more tokens than token_embd.weight has rows", name);
+  if (tokens && tokens->count > size_t(c.vocab))
+    fail(KILAT_BAD_FILE, "%s: the vocabulary has more tokens than token_embd.weight has rows", name);
   f.get("vocab_size"), f.get("tensor_data_layout");
   f.finish();
   read_special_ids(file, &c, name);

@@ -45,7 +45,8 @@ class Fields {
   double number(const char *key, double otherwise) {
     const Json *found = get(key);
     double value = found ? found->is_number() ? found->real : NAN : otherwise;
-    if (!(value > 0 && value < 1e30)) fail(KILAT_BAD_FILE, "%s: %s is %s, expected a number above 0", name_, key, found ? "wrong" : "missing");
+    if (!(value > 0 && value < 1e30))
+      fail(KILAT_BAD_FILE, "%s: %s is %s, expected a number above 0", name_, key, found ? "wrong" : "missing");
     return value;
   }
 
@@ -57,7 +58,8 @@ class Fields {
 
   void must_be_text(const char *key, const char *wanted) {
     const Json *found = get(key);
-    if (found && found->text != wanted) fail(KILAT_UNSUPPORTED, "%s: %s is '%.60s', supported is %s", name_, key, found->text.c_str(), wanted);
+    if (found && found->text != wanted)
+      fail(KILAT_UNSUPPORTED, "%s: %s is '%.60s', supported is %s", name_, key, found->text.c_str(), wanted);
   }
 
   void finish() const {
@@ -67,7 +69,8 @@ class Fields {
       if (key[0] == '_' || member.second.is_empty() || std::any_of(seen_.begin(), seen_.end(), is) ||
           std::any_of(std::begin(kHarmless), std::end(kHarmless), is))
         continue;
-      fail(KILAT_UNSUPPORTED, "%s has '%.100s', which this version does not know and which may change the model's math", name_, key.c_str());
+      fail(KILAT_UNSUPPORTED, "%s has '%.100s', which this version does not know and which may change the model's math", name_,
+           key.c_str());
     }
   }
 
@@ -144,8 +147,11 @@ void read_windows(Fields *f, Config *c) {
 void read_quantization(const Json &q, Config *c) {
   const Json *method = q.find("quant_method"), *blocks = q.find("weight_block_size");
   bool fits = method && method->text == "fp8" && blocks && blocks->items.size() == 2;
-  for (size_t i = 0; fits && i < 2; i++) fits = blocks->items[i].kind == Json::Integer && blocks->items[i].integer >= 1 && blocks->items[i].integer <= 4096;
-  if (!fits) fail(KILAT_UNSUPPORTED, "config.json: this quantization_config is not supported, only fp8 with weight_block_size; or use a GGUF file");
+  for (size_t i = 0; fits && i < 2; i++)
+    fits = blocks->items[i].kind == Json::Integer && blocks->items[i].integer >= 1 && blocks->items[i].integer <= 4096;
+  if (!fits)
+    fail(KILAT_UNSUPPORTED,
+         "config.json: this quantization_config is not supported, only fp8 with weight_block_size; or use a GGUF file");
   c->block_rows = blocks->items[0].integer;
   c->block_cols = blocks->items[1].integer;
 }
@@ -156,7 +162,8 @@ void read_ids(const Json *json, const char *key, std::vector<int32_t> *out) {
   const Json *first = value->kind == Json::Array ? value->items.data() : value;
   size_t n = value->kind == Json::Array ? value->items.size() : 1;
   for (size_t i = 0; i < n; i++) {
-    if (first[i].kind != Json::Integer || first[i].integer < 0 || first[i].integer > INT32_MAX) fail(KILAT_BAD_FILE, "%s is not a token id", key);
+    if (first[i].kind != Json::Integer || first[i].integer < 0 || first[i].integer > INT32_MAX)
+      fail(KILAT_BAD_FILE, "%s is not a token id", key);
     int32_t id = int32_t(first[i].integer);
     if (std::find(out->begin(), out->end(), id) == out->end()) out->push_back(id);
   }
@@ -169,7 +176,8 @@ void read_family(Fields *f, Config *c) {
     c->mlp_bias = f->flag("mlp_bias", false);
     f->get("pretraining_tp"), f->get("rope_interleaved");
     const Json *tp = f->get("pretraining_tp"), *pairs = f->get("rope_interleaved");
-    if ((tp && tp->real != 1) || (pairs && pairs->flag)) fail(KILAT_UNSUPPORTED, "config.json: pretraining_tp or rope_interleaved is not supported");
+    if ((tp && tp->real != 1) || (pairs && pairs->flag))
+      fail(KILAT_UNSUPPORTED, "config.json: pretraining_tp or rope_interleaved is not supported");
     c->windows.assign(size_t(c->layers), 0);
   } else if (a == "mistral") {
     if (f->flag("attention_bias", false)) fail(KILAT_UNSUPPORTED, "config.json: mistral with attention_bias is not supported");

@@ -1,5 +1,5 @@
-// The CPU backend: the whole forward pass as one call, on the kernels of native/cpu. The order of operations is that of the package's
-// decoder (nn/decoder.py) with the same kernels, so the bits are the engine's.
+// The CPU backend: the whole forward pass as one call, on the kernels of native/cpu. The order of operations is that of the
+// package's decoder (nn/decoder.py) with the same kernels, so the bits are the engine's.
 #include <math.h>
 #include <sched.h>
 #include <string.h>
@@ -112,7 +112,8 @@ void embed(Session *s, const int32_t *ids, int64_t n) {
     return;
   }
   for (int64_t i = 0; i < n; i++)
-    convert_row(w.embedding_type, w.embedding + ids[i] * w.embedding_row_bytes, m.desc.hidden, m.dtype, s->x + i * m.desc.hidden * m.element_bytes());
+    convert_row(w.embedding_type, w.embedding + ids[i] * w.embedding_row_bytes, m.desc.hidden, m.dtype,
+                s->x + i * m.desc.hidden * m.element_bytes());
 }
 
 void widen(const Session *s, const char *from, int64_t n, float *out) {
@@ -199,7 +200,8 @@ class Pass {
     kilat_heads heads = {d_.q_heads, d_.kv_heads, d_.head_dim, d_.rotary};
     kilat_rows rows = {s_.row_start, s_.kv_len, s_.page_table, 1, 1};
     kilat_kv kv = view(layer);
-    if (kilat_attention(cpu_, m_.dtype, q_, &heads, &kv, &rows, pow(double(d_.head_dim), -0.5), l.window, s_.attended)) return false;
+    if (kilat_attention(cpu_, m_.dtype, q_, &heads, &kv, &rows, pow(double(d_.head_dim), -0.5), l.window, s_.attended))
+      return false;
     if (kilat_linear_run(cpu_, l.o, s_.attended, d_.q_heads * d_.head_dim, n_, s_.x)) return false;
     kilat_add_rms_norm(cpu_, m_.dtype, s_.x, d_.hidden, stream_, n_, d_.hidden, l.norm_mid, d_.norm_eps, s_.normed);
     return true;
@@ -221,7 +223,9 @@ int sample(Session *s, const kilat_draw *draw, int32_t *next, kilat_failure *f) 
   int64_t id;
   float top;
   kilat_greedy(m.owner.cpu, m.dtype, s->logits, m.desc.vocab, 1, m.desc.vocab, &id, &top);
-  if (!isfinite(top)) return kilat_fail(f, KILAT_NOT_FINITE, "the model's output is not finite (NaN or infinity); its weights or dtype may be at fault");
+  if (!isfinite(top))
+    return kilat_fail(f, KILAT_NOT_FINITE,
+                      "the model's output is not finite (NaN or infinity); its weights or dtype may be at fault");
   if (draw->temperature > 0) {
     widen(s, s->logits, m.desc.vocab, s->wide_logits);
     kilat_filter filter = {draw->temperature, draw->top_p, draw->min_p, draw->u, draw->top_k};
@@ -236,7 +240,8 @@ int forward(Session *s, const int32_t *ids, int64_t n, int64_t first, const kila
   for (int64_t done = 0; done < n; done += s->chunk) {
     int64_t count = n - done < s->chunk ? n - done : s->chunk;
     embed(s, ids + done, count);
-    if (!Pass(s, count, first + done).run(done + count == n)) return kilat_fail(f, KILAT_NO_MEMORY, "no scratch memory for a forward pass");
+    if (!Pass(s, count, first + done).run(done + count == n))
+      return kilat_fail(f, KILAT_NO_MEMORY, "no scratch memory for a forward pass");
   }
   return draw ? sample(s, draw, next, f) : int(KILAT_OK);
 }
@@ -309,7 +314,8 @@ int session_create(Model *m, int64_t context, int64_t flags, Session **out, kila
     reserved = kilat_cpu_reserve(m->owner.cpu, &most) == 0;
   }
   if (!reserved || !s->region.open(bytes, true))
-    return kilat_fail(f, KILAT_NO_MEMORY, "a session of %lld tokens needs %lld bytes of memory, which the system does not give: use a smaller context",
+    return kilat_fail(f, KILAT_NO_MEMORY,
+                      "a session of %lld tokens needs %lld bytes of memory, which the system does not give: use a smaller context",
                       static_cast<long long>(context), static_cast<long long>(bytes));
   cut(s.get(), &s->region, keep_layers);
   kilat_rope_table(&d, context, s->cos_sin);

@@ -73,7 +73,8 @@ struct Blocks {
       if (t.paired_heads == 0) continue;
       moved[i].resize(size_t(t.rows * t.row_bytes));
       for (int64_t r = 0; r < t.rows; r++)
-        memcpy(moved[i].data() + r * t.row_bytes, static_cast<const char *>(t.data) + stored_row(t, t.rows, r) * t.row_bytes, size_t(t.row_bytes));
+        memcpy(moved[i].data() + r * t.row_bytes, static_cast<const char *>(t.data) + stored_row(t, t.rows, r) * t.row_bytes,
+               size_t(t.row_bytes));
       parts[i].data = moved[i].data();
     }
   }

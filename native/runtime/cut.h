@@ -28,7 +28,8 @@ inline const Cut kCuts[] = {
     {"llama-v3", false, true, 3, false, true, true},   {"llama3", false, true, 3, false, true, true},
 };
 
-// Cuts chars[begin, end) where the expression of the kind of tokenizer would; each function returns the end of one match, or its start.
+// Cuts chars[begin, end) where the expression of the kind of tokenizer would; each function returns the end of one match, or its
+// start.
 class Cutter {
  public:
   Cutter(const std::vector<Char> &chars, size_t end, const Cut &cut) : c_(chars), end_(end), cut_(cut) {}

@@ -58,8 +58,9 @@ class Taker {
     }
     int dims = rows > 0 ? 2 : 1;
     if (found.dims != dims || found.cols != cols || (dims == 2 && found.rows != rows))
-      fail(KILAT_BAD_FILE, "tensor %s has shape [%lld, %lld], the config asks for [%lld, %lld]", full, static_cast<long long>(found.rows),
-           static_cast<long long>(found.cols), static_cast<long long>(dims == 2 ? rows : 1), static_cast<long long>(cols));
+      fail(KILAT_BAD_FILE, "tensor %s has shape [%lld, %lld], the config asks for [%lld, %lld]", full,
+           static_cast<long long>(found.rows), static_cast<long long>(found.cols), static_cast<long long>(dims == 2 ? rows : 1),
+           static_cast<long long>(cols));
     taken++;
     source_->parameters += found.rows * found.cols;
     source_->tensor_bytes += int64_t(found.data.size);
@@ -79,7 +80,8 @@ class Taker {
       if (t) *out = {t->type, t->rows, t->cols, t->dims, t->data};
       return t;
     }
-    auto at = std::lower_bound(safetensors.begin(), safetensors.end(), name, [](const SafeTensor &t, const char *n) { return t.name < n; });
+    auto at = std::lower_bound(safetensors.begin(), safetensors.end(), name,
+                               [](const SafeTensor &t, const char *n) { return t.name < n; });
     if (at == safetensors.end() || at->name != name) return false;
     *out = {at->type, at->rows, at->cols, at->dims, at->data};
     return true;
@@ -89,7 +91,9 @@ class Taker {
     const Format *f = format_of(found.type);
     bool fp8 = found.type == KILAT_TYPE_F8_E4M3 && dims == 2 && source_->config.block_rows > 0;
     if (!f || !(fp8 || (f->readable && (dims == 2 || f->items == 1))))
-      fail(KILAT_UNSUPPORTED, "tensor %s is stored as %s; supported: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, and F8_E4M3 with scales",
+      fail(KILAT_UNSUPPORTED,
+           "tensor %s is stored as %s; supported: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, and F8_E4M3 with "
+           "scales",
            name, f ? f->name : "a type that no model here uses");
     kilat_tensor t = {};
     t.data = found.data.data;
@@ -107,7 +111,8 @@ class Taker {
     const Config &c = source_->config;
     Found found;
     bool fits = find(scales, &found) && (found.type == KILAT_TYPE_F32 || found.type == KILAT_TYPE_BF16) && found.dims == 2 &&
-                found.rows == (t->rows + c.block_rows - 1) / c.block_rows && found.cols == (t->cols + c.block_cols - 1) / c.block_cols;
+                found.rows == (t->rows + c.block_rows - 1) / c.block_rows &&
+                found.cols == (t->cols + c.block_cols - 1) / c.block_cols;
     if (!fits) fail(KILAT_BAD_FILE, "tensor %s of fp8 has no %s of the right shape, in F32 or BF16", name, scales);
     t->scales = found.data.data;
     t->scale_type = found.type;
@@ -152,7 +157,8 @@ kilat_layer_desc describe_layer(Taker *t, const Config &c, int64_t i) {
 }
 
 void check_shape(const Config &c) {
-  if (c.head_dim > 256 || c.head_dim % 2) fail(KILAT_UNSUPPORTED, "heads have %lld elements; supported: an even number up to 256", static_cast<long long>(c.head_dim));
+  if (c.head_dim > 256 || c.head_dim % 2)
+    fail(KILAT_UNSUPPORTED, "heads have %lld elements; supported: an even number up to 256", static_cast<long long>(c.head_dim));
   if (c.q_heads % c.kv_heads) fail(KILAT_BAD_FILE, "the number of query heads is not a multiple of the number of key/value heads");
   if (c.q_heads * c.head_dim > 1 << 24 || c.max_context > 1 << 24) fail(KILAT_BAD_FILE, "the config asks for sizes past 2^24");
 }
@@ -198,7 +204,8 @@ std::unique_ptr<Source> source_of_gguf(Bytes file, const char *name) {
 }
 
 std::unique_ptr<Source> source_of_safetensors(Bytes config, const Bytes *generation, const std::vector<Bytes> &shards) {
-  if (config.size > kMaxJsonBytes || (generation && generation->size > kMaxJsonBytes)) fail(KILAT_BAD_FILE, "config.json has more than 100 MiB");
+  if (config.size > kMaxJsonBytes || (generation && generation->size > kMaxJsonBytes))
+    fail(KILAT_BAD_FILE, "config.json has more than 100 MiB");
   std::unique_ptr<Source> s(new Source);
   Json generation_json;
   if (generation) generation_json = parse_json({generation->data, generation->size}, "generation_config.json");
@@ -208,7 +215,8 @@ std::unique_ptr<Source> source_of_safetensors(Bytes config, const Bytes *generat
     for (SafeTensor &tensor : read_safetensors(shard, "a safetensors file")) t.safetensors.push_back(std::move(tensor));
   std::sort(t.safetensors.begin(), t.safetensors.end(), [](const SafeTensor &a, const SafeTensor &b) { return a.name < b.name; });
   for (size_t i = 1; i < t.safetensors.size(); i++)
-    if (t.safetensors[i].name == t.safetensors[i - 1].name) fail(KILAT_BAD_FILE, "two safetensors files hold the same tensor: one is left over");
+    if (t.safetensors[i].name == t.safetensors[i - 1].name)
+      fail(KILAT_BAD_FILE, "two safetensors files hold the same tensor: one is left over");
   describe(s.get(), &t);
   return s;
 }

@@ -40,7 +40,8 @@ std::vector<std::string> shard_names(const std::string &folder) {
   const std::string single = "model.safetensors", index = "model.safetensors.index.json";
   if (is_file(folder + "/" + single)) return {single};
   if (!is_file(folder + "/" + index))
-    fail(KILAT_BAD_FILE, "the model directory has neither %s nor %s: convert the weights to safetensors", single.c_str(), index.c_str());
+    fail(KILAT_BAD_FILE, "the model directory has neither %s nor %s: convert the weights to safetensors", single.c_str(),
+         index.c_str());
   Mapping map(folder + "/" + index);
   if (map.bytes.size > kMaxJsonBytes) fail(KILAT_BAD_FILE, "%s has more than 100 MiB", index.c_str());
   Json json = parse_json({map.bytes.data, map.bytes.size}, index.c_str());
@@ -49,7 +50,8 @@ std::vector<std::string> shard_names(const std::string &folder) {
   std::vector<std::string> names;
   for (auto &member : weights->members) {
     if (!is_shard_name(member.second.text))
-      fail(KILAT_BAD_FILE, "%s names '%.100s', which is not the name of a safetensors file", index.c_str(), member.second.text.c_str());
+      fail(KILAT_BAD_FILE, "%s names '%.100s', which is not the name of a safetensors file", index.c_str(),
+           member.second.text.c_str());
     names.push_back(member.second.text);
   }
   std::sort(names.begin(), names.end());

@@ -17,8 +17,8 @@ struct Format {
 // The format with this number (those of GGUF files, and KILAT_TYPE_F8_E4M3), or nullptr.
 const Format *format_of(int64_t type);
 
-// n values of a row of whole blocks, n a multiple of the block's items, as fp32. The order of operations is that of the `gguf` package,
-// so the values are the same to the bit. Not for fp8.
+// n values of a row of whole blocks, n a multiple of the block's items, as fp32. The order of operations is that of the `gguf`
+// package, so the values are the same to the bit. Not for fp8.
 void widen_row(int32_t type, const void *data, int64_t n, float *out);
 
 // Nearest bf16, ties to even; NaN stays NaN.

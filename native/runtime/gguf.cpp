@@ -29,7 +29,8 @@ class Cursor {
 
   const char *claim(uint64_t bytes, const char *what) {
     if (bytes > end_ - at_)
-      fail(KILAT_BAD_FILE, "%s: %s needs %llu bytes at offset %zu, but the file or the limit of its header ends at %zu: it is cut short or damaged",
+      fail(KILAT_BAD_FILE,
+           "%s: %s needs %llu bytes at offset %zu, but the file or the limit of its header ends at %zu: it is cut short or damaged",
            name, what, static_cast<unsigned long long>(bytes), at_, end_);
     const char *p = file_.data + at_;
     at_ += size_t(bytes);
@@ -52,7 +53,8 @@ class Cursor {
   std::string_view text(const char *what, uint64_t limit) {
     uint64_t n = count(what, limit);
     std::string_view found(claim(n, what), size_t(n));
-    if (!is_utf8(found)) fail(KILAT_BAD_FILE, "%s: %s at offset %zu is not UTF-8: the file is damaged", name, what, at_ - size_t(n));
+    if (!is_utf8(found))
+      fail(KILAT_BAD_FILE, "%s: %s at offset %zu is not UTF-8: the file is damaged", name, what, at_ - size_t(n));
     return found;
   }
 
@@ -73,7 +75,8 @@ void read_number(const char *p, GgufValue *v, const Cursor &c) {
     case GGUF_BOOL:
       v->integer = number_at<uint8_t>(p);
       if (v->integer > 1)
-        fail(KILAT_BAD_FILE, "%s: %.*s is a boolean that is neither 0 nor 1: the file is damaged", c.name, int(v->key.size()), v->key.data());
+        fail(KILAT_BAD_FILE, "%s: %.*s is a boolean that is neither 0 nor 1: the file is damaged", c.name, int(v->key.size()),
+             v->key.data());
       break;
     case 10: {
       uint64_t wide = number_at<uint64_t>(p);  // no field that is read needs more than 63 bits
@@ -97,7 +100,8 @@ void read_array(Cursor *c, GgufValue *v) {
   } else if (v->item_type >= 0 && v->item_type < 13 && kNumberBytes[v->item_type]) {
     c->claim(n * uint64_t(kNumberBytes[v->item_type]), "an array");
     for (uint64_t i = 0; v->item_type == GGUF_BOOL && i < n; i++)
-      if (static_cast<unsigned char>(c->file_data()[begin + i]) > 1) fail(KILAT_BAD_FILE, "%s: a boolean that is neither 0 nor 1", c->name);
+      if (static_cast<unsigned char>(c->file_data()[begin + i]) > 1)
+        fail(KILAT_BAD_FILE, "%s: a boolean that is neither 0 nor 1", c->name);
   } else {
     fail(KILAT_BAD_FILE, "%s: array %.*s has items of type %d: only numbers, booleans and strings are supported", c->name,
          int(v->key.size()), v->key.data(), v->item_type);
@@ -126,14 +130,16 @@ GgufTensor read_tensor(Cursor *c, uint64_t alignment, uint64_t *offset) {
   uint32_t dims = c->number<uint32_t>("the number of dimensions");
   int shown = int(t.name.size());
   if (dims < 1 || dims > kMaxDims)
-    fail(KILAT_BAD_FILE, "%s: tensor %.*s has %u dimensions, allowed 1 to 4: the file is damaged", c->name, shown, t.name.data(), dims);
+    fail(KILAT_BAD_FILE, "%s: tensor %.*s has %u dimensions, allowed 1 to 4: the file is damaged", c->name, shown, t.name.data(),
+         dims);
   t.dims = int(dims);
   uint64_t sizes[kMaxDims];
   for (uint32_t i = 0; i < dims; i++) sizes[i] = c->number<uint64_t>("a shape");
   uint32_t type = c->number<uint32_t>("the type of a tensor");
   *offset = c->number<uint64_t>("the offset of a tensor");
   const Format *f = type < 1000 ? format_of(type) : nullptr;
-  if (!f) fail(KILAT_BAD_FILE, "%s: tensor %.*s has unknown type %u: the file is damaged or newer", c->name, shown, t.name.data(), type);
+  if (!f)
+    fail(KILAT_BAD_FILE, "%s: tensor %.*s has unknown type %u: the file is damaged or newer", c->name, shown, t.name.data(), type);
   t.type = int32_t(type);
   uint64_t rows = 1, bytes = 0;
   bool wrong = sizes[0] == 0 || sizes[0] % uint64_t(f->items) != 0;
@@ -171,10 +177,12 @@ void place_tensors(const Cursor &c, std::vector<GgufTensor> *tensors, const std:
 }
 
 void read_preamble(Cursor *c, uint64_t *n_tensors, uint64_t *n_keys) {
-  if (memcmp(c->claim(4, "the magic number"), "GGUF", 4) != 0) fail(KILAT_BAD_FILE, "%s does not start with GGUF: it is not a GGUF file", c->name);
+  if (memcmp(c->claim(4, "the magic number"), "GGUF", 4) != 0)
+    fail(KILAT_BAD_FILE, "%s does not start with GGUF: it is not a GGUF file", c->name);
   uint32_t version = c->number<uint32_t>("the version");
   if (version != 2 && version != 3)
-    fail(KILAT_UNSUPPORTED, "%s has GGUF version %u, supported are 2 and 3, little-endian: convert the model again", c->name, version);
+    fail(KILAT_UNSUPPORTED, "%s has GGUF version %u, supported are 2 and 3, little-endian: convert the model again", c->name,
+         version);
   *n_tensors = c->count("the tensor count", kMaxTensors);
   *n_keys = c->count("the metadata count", kMaxKeys);
   uint64_t least = *n_tensors * 32 + *n_keys * 13;
@@ -191,7 +199,8 @@ const GgufValue *Gguf::find(std::string_view key) const {
 }
 
 const GgufTensor *Gguf::tensor(std::string_view name) const {
-  auto at = std::lower_bound(tensors.begin(), tensors.end(), name, [](const GgufTensor &t, std::string_view n) { return t.name < n; });
+  auto at =
+      std::lower_bound(tensors.begin(), tensors.end(), name, [](const GgufTensor &t, std::string_view n) { return t.name < n; });
   return at != tensors.end() && at->name == name ? &*at : nullptr;
 }
 
@@ -217,7 +226,8 @@ Gguf read_gguf(Bytes file, const char *name) {
   place_tensors(c, &g.tensors, offsets, (c.position() + alignment - 1) / alignment * alignment);
   std::sort(g.tensors.begin(), g.tensors.end(), [](const GgufTensor &a, const GgufTensor &b) { return a.name < b.name; });
   for (size_t i = 1; i < g.tensors.size(); i++)
-    if (g.tensors[i].name == g.tensors[i - 1].name) fail(KILAT_BAD_FILE, "%s: a tensor name appears twice: the file is damaged", name);
+    if (g.tensors[i].name == g.tensors[i - 1].name)
+      fail(KILAT_BAD_FILE, "%s: a tensor name appears twice: the file is damaged", name);
   return g;
 }
 

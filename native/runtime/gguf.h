@@ -1,5 +1,5 @@
-// The header of a GGUF file (versions 2 and 3): metadata and tensor table. The file is not trusted: every count, length and offset is
-// checked before it is used. Layout: the GGUF specification in the ggml repository (docs/gguf.md).
+// The header of a GGUF file (versions 2 and 3): metadata and tensor table. The file is not trusted: every count, length and offset
+// is checked before it is used. Layout: the GGUF specification in the ggml repository (docs/gguf.md).
 #pragma once
 
 #include <string_view>

@@ -143,7 +143,9 @@ class Reader {
     unsigned code = 0;
     for (int i = 0; i < 4; i++, at_++) {
       char c = *at_;
-      unsigned digit = c >= '0' && c <= '9' ? unsigned(c - '0') : (c | 32) >= 'a' && (c | 32) <= 'f' ? unsigned((c | 32) - 'a') + 10 : 16;
+      unsigned digit = c >= '0' && c <= '9'                 ? unsigned(c - '0')
+                       : (c | 32) >= 'a' && (c | 32) <= 'f' ? unsigned((c | 32) - 'a') + 10
+                                                            : 16;
       if (digit > 15) wrong("an escape that is not hexadecimal");
       code = code * 16 + digit;
     }

@@ -25,7 +25,8 @@ void open_model(const char *path, const kilat_options *given, kilat_model *m) {
   if (options.dtype < 0 || options.dtype > KILAT_DTYPE_BF16 || options.weights < 0 || options.weights > KILAT_WEIGHTS_WIDE)
     fail(KILAT_BAD_ARGUMENT, "options have a dtype or weights that this version does not know");
   if (options.device == KILAT_DEVICE_CUDA && kilat_cuda_backend) m->backend = kilat_cuda_backend();
-  else if (options.device == KILAT_DEVICE_CUDA) fail(KILAT_UNSUPPORTED, "this library was built without CUDA: build it where nvcc is, or use the CPU");
+  else if (options.device == KILAT_DEVICE_CUDA)
+    fail(KILAT_UNSUPPORTED, "this library was built without CUDA: build it where nvcc is, or use the CPU");
   else if (options.device == KILAT_DEVICE_CPU) m->backend = kilat_cpu_backend();
   else fail(KILAT_BAD_ARGUMENT, "device is %d, known are 0 (CPU) and 1 (CUDA)", options.device);
 
@@ -41,9 +42,12 @@ void open_model(const char *path, const kilat_options *given, kilat_model *m) {
 }
 
 kilat_draw draw_of(const kilat_sampling &s, int64_t position) {
-  bool fits = s.temperature >= 0 && s.temperature <= 1e6 && s.top_p > 0 && s.top_p <= 1 && s.min_p >= 0 && s.min_p <= 1 && s.top_k >= 0;
+  bool fits =
+      s.temperature >= 0 && s.temperature <= 1e6 && s.top_p > 0 && s.top_p <= 1 && s.min_p >= 0 && s.min_p <= 1 && s.top_k >= 0;
   if (!fits)
-    fail(KILAT_BAD_ARGUMENT, "sampling is out of range: temperature %g (0 or more), top_p %g (above 0, up to 1), min_p %g (0 to 1), top_k %lld (0 or more)",
+    fail(KILAT_BAD_ARGUMENT,
+         "sampling is out of range: temperature %g (0 or more), top_p %g (above 0, up to 1), min_p %g (0 to 1), top_k %lld (0 or "
+         "more)",
          s.temperature, s.top_p, s.min_p, static_cast<long long>(s.top_k));
   return {s.temperature, s.top_p, s.min_p, uniform(s.seed, position), s.top_k};
 }
@@ -115,8 +119,8 @@ extern "C" {
 int kilat_version(void) { return KILAT_VERSION; }
 
 const char *kilat_status_name(int status) {
-  static const char *const kNames[] = {"ok",           "bad argument", "bad file",     "unsupported", "no memory",    "context full",
-                                       "no logits",    "not finite",   "bad snapshot", "too small",   "device failed"};
+  static const char *const kNames[] = {"ok",        "bad argument", "bad file",     "unsupported", "no memory",    "context full",
+                                       "no logits", "not finite",   "bad snapshot", "too small",   "device failed"};
   return status >= 0 && status <= KILAT_DEVICE_FAILED ? kNames[status] : "unknown status";
 }
 
@@ -176,13 +180,14 @@ int kilat_session_create(kilat_model *m, const kilat_session_options *given, kil
     int64_t most = m->info.max_context;
     s->context = options.context ? options.context : most < kDefaultContext ? most : kDefaultContext;
     if (s->context < 1 || s->context > most)
-      fail(KILAT_BAD_ARGUMENT, "context is %lld, allowed 1 to %lld, the length that the model was trained for", static_cast<long long>(s->context),
-           static_cast<long long>(most));
+      fail(KILAT_BAD_ARGUMENT, "context is %lld, allowed 1 to %lld, the length that the model was trained for",
+           static_cast<long long>(s->context), static_cast<long long>(most));
     s->model = m;
     s->keeps_layers = options.flags & KILAT_KEEP_LAYERS;
     s->ids.reserve(size_t(s->context));
     kilat_failure failure = {};
-    if (int status = m->backend->session_create(m->device, s->context, options.flags, &s->device, &failure)) fail(status, "%s", failure.text);
+    if (int status = m->backend->session_create(m->device, s->context, options.flags, &s->device, &failure))
+      fail(status, "%s", failure.text);
   });
 }
 
@@ -237,18 +242,21 @@ int kilat_rewind(kilat_session *s, int64_t n) {
 
 int kilat_encode(kilat_model *m, const char *text, int64_t n_bytes, int special, int32_t *out, int64_t capacity, int64_t *n) {
   return guard(m, [&] {
-    if (!text || n_bytes < 0 || !n || capacity < 0 || (capacity > 0 && !out)) fail(KILAT_BAD_ARGUMENT, "a null pointer or a negative size");
+    if (!text || n_bytes < 0 || !n || capacity < 0 || (capacity > 0 && !out))
+      fail(KILAT_BAD_ARGUMENT, "a null pointer or a negative size");
     if (!m->tokenizer) fail(KILAT_UNSUPPORTED, "%s", m->tokenizer_error.c_str());
     std::vector<int32_t> ids = m->tokenizer->encode({text, size_t(n_bytes)}, special != 0);
     *n = int64_t(ids.size());
-    if (*n > capacity) fail(KILAT_TOO_SMALL, "the text has %zu ids, there is room for %lld", ids.size(), static_cast<long long>(capacity));
+    if (*n > capacity)
+      fail(KILAT_TOO_SMALL, "the text has %zu ids, there is room for %lld", ids.size(), static_cast<long long>(capacity));
     memcpy(out, ids.data(), ids.size() * sizeof(int32_t));
   });
 }
 
 int kilat_token_bytes(kilat_model *m, int32_t id, const char **bytes, int64_t *n_bytes) {
   return guard(m, [&] {
-    if (!bytes || !n_bytes || id < 0 || id >= m->vocab) fail(KILAT_BAD_ARGUMENT, "a null pointer, or id %d outside the vocabulary", id);
+    if (!bytes || !n_bytes || id < 0 || id >= m->vocab)
+      fail(KILAT_BAD_ARGUMENT, "a null pointer, or id %d outside the vocabulary", id);
     if (!m->tokenizer) fail(KILAT_UNSUPPORTED, "%s", m->tokenizer_error.c_str());
     std::string_view found = m->tokenizer->bytes(id);
     *bytes = found.data();

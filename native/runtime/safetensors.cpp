@@ -40,7 +40,9 @@ struct Entry {
 };
 
 Entry entry_of(const std::string &name, const Json &value, const char *file) {
-  auto damaged = [&](const char *what) { fail(KILAT_BAD_FILE, "%s: tensor %.200s %s: the file is damaged", file, name.c_str(), what); };
+  auto damaged = [&](const char *what) {
+    fail(KILAT_BAD_FILE, "%s: tensor %.200s %s: the file is damaged", file, name.c_str(), what);
+  };
   const Json *dtype = value.find("dtype"), *shape = value.find("shape"), *offsets = value.find("data_offsets");
   const Type *type = nullptr;
   for (const Type &t : kTypes)
@@ -66,8 +68,8 @@ Entry entry_of(const std::string &name, const Json &value, const char *file) {
 std::vector<SafeTensor> read_safetensors(Bytes file, const char *name) {
   uint64_t header = file.size >= 8 ? number_at<uint64_t>(file.data) : 0;
   if (file.size < 8 || header > file.size - 8)
-    fail(KILAT_BAD_FILE, "%s has %zu bytes, its header alone needs %llu: the file is cut short or not a safetensors file", name, file.size,
-         static_cast<unsigned long long>(header));
+    fail(KILAT_BAD_FILE, "%s has %zu bytes, its header alone needs %llu: the file is cut short or not a safetensors file", name,
+         file.size, static_cast<unsigned long long>(header));
   if (header > kMaxHeaderBytes)
     fail(KILAT_BAD_FILE, "%s: header of %llu bytes, limit 67108864", name, static_cast<unsigned long long>(header));
   Json json = parse_json({file.data + 8, size_t(header)}, name);
@@ -76,7 +78,8 @@ std::vector<SafeTensor> read_safetensors(Bytes file, const char *name) {
   entries.reserve(json.members.size());
   for (auto &member : json.members)
     if (member.first != "__metadata__") entries.push_back(entry_of(member.first, member.second, name));
-  std::sort(entries.begin(), entries.end(), [](const Entry &a, const Entry &b) { return a.begin != b.begin ? a.begin < b.begin : a.end < b.end; });
+  std::sort(entries.begin(), entries.end(),
+            [](const Entry &a, const Entry &b) { return a.begin != b.begin ? a.begin < b.begin : a.end < b.end; });
   const char *data = file.data + 8 + header;
   uint64_t at = 0, room = file.size - 8 - header;
   for (Entry &e : entries) {
@@ -86,7 +89,9 @@ std::vector<SafeTensor> read_safetensors(Bytes file, const char *name) {
     e.tensor.data = {data + e.begin, size_t(e.end - e.begin)};
     at = e.end;
   }
-  if (at != room) fail(KILAT_BAD_FILE, "%s has %llu bytes that belong to no tensor: it is damaged", name, static_cast<unsigned long long>(room - at));
+  if (at != room)
+    fail(KILAT_BAD_FILE, "%s has %llu bytes that belong to no tensor: it is damaged", name,
+         static_cast<unsigned long long>(room - at));
   std::vector<SafeTensor> found;
   found.reserve(entries.size());
   for (Entry &e : entries) found.push_back(std::move(e.tensor));

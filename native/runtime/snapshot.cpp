@@ -55,19 +55,24 @@ void read(kilat_session *s, const char *data, int64_t size) {
   s->ids.clear();
   s->has_logits = false;
   Header h;
-  if (size < int64_t(sizeof h) + 8) fail(KILAT_BAD_SNAPSHOT, "the snapshot has %lld bytes, too few for one", static_cast<long long>(size));
+  if (size < int64_t(sizeof h) + 8)
+    fail(KILAT_BAD_SNAPSHOT, "the snapshot has %lld bytes, too few for one", static_cast<long long>(size));
   memcpy(&h, data, sizeof h);
   uint64_t sum;
   memcpy(&sum, data + size - 8, 8);
-  if (memcmp(h.magic, kMagic, 8) != 0 || sum != checksum_of(data, size - 8)) fail(KILAT_BAD_SNAPSHOT, "the snapshot is damaged, or none of this version");
+  if (memcmp(h.magic, kMagic, 8) != 0 || sum != checksum_of(data, size - 8))
+    fail(KILAT_BAD_SNAPSHOT, "the snapshot is damaged, or none of this version");
   if (h.identity != s->model->identity)
     fail(KILAT_BAD_SNAPSHOT, "the snapshot is of another model, dtype or kernel set: its numbers would not be those of this one");
   if (h.n_tokens < 0 || h.n_tokens > s->context)
-    fail(KILAT_CONTEXT_FULL, "the snapshot has %lld tokens, the session's context is %lld", static_cast<long long>(h.n_tokens), static_cast<long long>(s->context));
+    fail(KILAT_CONTEXT_FULL, "the snapshot has %lld tokens, the session's context is %lld", static_cast<long long>(h.n_tokens),
+         static_cast<long long>(s->context));
   int64_t ids = padded_ids(h.n_tokens), state = s->model->backend->state_bytes(s->device, h.n_tokens);
-  if (h.state_bytes != state || size != int64_t(sizeof h) + ids + state + 8) fail(KILAT_BAD_SNAPSHOT, "the snapshot's size does not fit its tokens");
+  if (h.state_bytes != state || size != int64_t(sizeof h) + ids + state + 8)
+    fail(KILAT_BAD_SNAPSHOT, "the snapshot's size does not fit its tokens");
   kilat_failure failure = {};
-  if (int status = s->model->backend->state_write(s->device, h.n_tokens, data + sizeof h + ids, &failure)) fail(status, "%s", failure.text);
+  if (int status = s->model->backend->state_write(s->device, h.n_tokens, data + sizeof h + ids, &failure))
+    fail(status, "%s", failure.text);
   s->ids.resize(size_t(h.n_tokens));
   memcpy(s->ids.data(), data + sizeof h, size_t(h.n_tokens) * sizeof(int32_t));
   s->has_logits = h.has_logits != 0;
@@ -84,7 +89,8 @@ int kilat_snapshot(kilat_session *s, void *out, int64_t capacity, int64_t *writt
     if (!written) fail(KILAT_BAD_ARGUMENT, "written is null");
     *written = size_of(s);
     if (!out || capacity < *written)
-      fail(KILAT_TOO_SMALL, "the snapshot has %lld bytes, there is room for %lld", static_cast<long long>(*written), static_cast<long long>(capacity));
+      fail(KILAT_TOO_SMALL, "the snapshot has %lld bytes, there is room for %lld", static_cast<long long>(*written),
+           static_cast<long long>(capacity));
     write(s, static_cast<char *>(out), *written);
   });
 }

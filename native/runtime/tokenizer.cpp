@@ -41,7 +41,8 @@ class Vocabulary {
     slots_.assign(table_size(texts.size()), -1);
     for (size_t i = 0; i < texts.size(); i++) {
       size_t at = slot(texts[i]);
-      if (slots_[at] >= 0) fail(KILAT_BAD_FILE, "tokenizer.ggml.tokens lists '%.100s' twice: the file is damaged", texts[i].c_str());
+      if (slots_[at] >= 0)
+        fail(KILAT_BAD_FILE, "tokenizer.ggml.tokens lists '%.100s' twice: the file is damaged", texts[i].c_str());
       slots_[at] = int32_t(i);
     }
   }
@@ -143,7 +144,8 @@ class ByteBpe : public Tokenizer {
     for (const Cut &c : kCuts)
       if (pre && pre->text == c.name) cut_ = &c;
     if (!cut_)
-      fail(KILAT_UNSUPPORTED, "tokenizer.ggml.pre is '%.*s'; known are gpt-2, smollm, qwen2, llama-bpe: give token ids instead of text",
+      fail(KILAT_UNSUPPORTED,
+           "tokenizer.ggml.pre is '%.*s'; known are gpt-2, smollm, qwen2, llama-bpe: give token ids instead of text",
            pre ? int(std::min<size_t>(pre->text.size(), 60)) : 0, pre ? pre->text.data() : "");
   }
 
@@ -160,7 +162,8 @@ class ByteBpe : public Tokenizer {
     const GgufValue *tokens = file.find("tokenizer.ggml.tokens"), *types = file.find("tokenizer.ggml.token_type");
     if (!tokens || tokens->type != GGUF_ARRAY || tokens->item_type != GGUF_STRING || tokens->count == 0)
       fail(KILAT_BAD_FILE, "tokenizer.ggml.tokens is missing or no list of texts: the file holds no tokenizer");
-    if (types && (types->item_type != 5 || types->count != tokens->count)) fail(KILAT_BAD_FILE, "tokenizer.ggml.token_type does not fit the tokens");
+    if (types && (types->item_type != 5 || types->count != tokens->count))
+      fail(KILAT_BAD_FILE, "tokenizer.ggml.token_type does not fit the tokens");
     std::vector<std::string_view> views = strings_of(*tokens);
     vocab_.texts.assign(views.begin(), views.end());
     vocab_.index();
@@ -205,7 +208,8 @@ class ByteBpe : public Tokenizer {
     std::string joined;
     for (size_t i = 0; i < merges.size(); i++) {
       size_t space = merges[i].find(' ');
-      std::string_view left = merges[i].substr(0, space), right = space == std::string_view::npos ? "" : merges[i].substr(space + 1);
+      std::string_view left = merges[i].substr(0, space),
+                       right = space == std::string_view::npos ? "" : merges[i].substr(space + 1);
       joined.assign(left).append(right);
       int32_t a = vocab_.id(left), b = vocab_.id(right), both = vocab_.id(joined);
       if (a < 0 || b < 0 || both < 0)
@@ -219,7 +223,8 @@ class ByteBpe : public Tokenizer {
     auto id = [&](const char *key, bool wanted) -> int32_t {
       const GgufValue *v = file.find(key);
       if (!v || !wanted) return -1;
-      if (!v->is_integer() || v->integer < 0 || v->integer >= int64_t(vocab_.texts.size())) fail(KILAT_BAD_FILE, "%s is not an id of the vocabulary", key);
+      if (!v->is_integer() || v->integer < 0 || v->integer >= int64_t(vocab_.texts.size()))
+        fail(KILAT_BAD_FILE, "%s is not an id of the vocabulary", key);
       return int32_t(v->integer);
     };
     const GgufValue *bos = file.find("tokenizer.ggml.add_bos_token"), *eos = file.find("tokenizer.ggml.add_eos_token");
@@ -323,7 +328,8 @@ class ByteBpe : public Tokenizer {
 std::unique_ptr<Tokenizer> make_tokenizer(const Gguf &file) {
   const GgufValue *model = file.find("tokenizer.ggml.model");
   if (!model || model->text != "gpt2")
-    fail(KILAT_UNSUPPORTED, "tokenizer.ggml.model is '%.*s', only gpt2 (byte-level BPE) is read here: give token ids instead of text",
+    fail(KILAT_UNSUPPORTED,
+         "tokenizer.ggml.model is '%.*s', only gpt2 (byte-level BPE) is read here: give token ids instead of text",
          model ? int(std::min<size_t>(model->text.size(), 60)) : 0, model ? model->text.data() : "");
   return std::unique_ptr<Tokenizer>(new ByteBpe(file));
 }

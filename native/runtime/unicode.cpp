@@ -33,7 +33,8 @@ void decompose(uint32_t code, std::vector<uint32_t> *out) {
     return;
   }
   const Decomposition *end = kDecompositions + kDecompositionsCount;
-  const Decomposition *at = std::lower_bound(kDecompositions, end, code, [](const Decomposition &d, uint32_t c) { return d.code < c; });
+  const Decomposition *at =
+      std::lower_bound(kDecompositions, end, code, [](const Decomposition &d, uint32_t c) { return d.code < c; });
   if (at == end || at->code != code) {
     out->push_back(code);
     return;
@@ -67,7 +68,8 @@ void order(std::vector<uint32_t> *codes) {
   for (size_t i = 0; i < codes->size();) {
     size_t end = i;
     while (end < codes->size() && class_of((*codes)[end])) end++;
-    std::stable_sort(codes->begin() + long(i), codes->begin() + long(end), [](uint32_t a, uint32_t b) { return class_of(a) < class_of(b); });
+    std::stable_sort(codes->begin() + long(i), codes->begin() + long(end),
+                     [](uint32_t a, uint32_t b) { return class_of(a) < class_of(b); });
     i = end + 1;
   }
 }
@@ -98,7 +100,8 @@ uint32_t next_code(std::string_view text, size_t *at) {
     }
     code = code << 6 | (p[i] & 63);
   }
-  bool wrong = n == 0 || (n == 3 && (code < 0x800 || (code >= 0xd800 && code < 0xe000))) || (n == 4 && (code < 0x10000 || code > 0x10ffff));
+  bool wrong =
+      n == 0 || (n == 3 && (code < 0x800 || (code >= 0xd800 && code < 0xe000))) || (n == 4 && (code < 0x10000 || code > 0x10ffff));
   *at += wrong ? 1 : size_t(n);
   return wrong ? 0xfffd : code;
 }

@@ -19,8 +19,7 @@ static _Atomic int checks;
     }                                                                                      \
   } while (0)
 
-static char folder[] = "/tmp/kilat-test-XXXXXX";
-static char model_path[64];
+static char folder[64], model_path[96];
 
 static void write_file(const char *path, const void *data, size_t n) {
   FILE *f = fopen(path, "wb");
@@ -47,7 +46,8 @@ static const kilat_sampling greedy = {0, 1, 0, 0, 0};
 static void test_facts_are_those_of_the_file(kilat_model *m) {
   kilat_info info;
   CHECK(kilat_model_info(m, &info) == KILAT_OK);
-  CHECK(!strcmp(info.architecture, "llama") && info.vocab == TINY_VOCAB && info.layers == TINY_LAYERS && info.hidden == TINY_HIDDEN);
+  CHECK(!strcmp(info.architecture, "llama") && info.vocab == TINY_VOCAB && info.layers == TINY_LAYERS &&
+        info.hidden == TINY_HIDDEN);
   CHECK(info.max_context == TINY_CONTEXT && info.n_end_ids == 1 && info.end_ids[0] == TINY_VOCAB - 1 && info.bos_id == -1);
   CHECK(kilat_version() == KILAT_VERSION && !strcmp(kilat_status_name(KILAT_BAD_FILE), "bad file"));
 }
@@ -191,7 +191,7 @@ static void test_sessions_of_one_model_run_in_several_threads(kilat_model *m) {
 
 /* A damaged file gives a status and a text, and closing what is left over is fine. */
 static void expect_refusal(const void *data, size_t n) {
-  char path[64];
+  char path[96];
   kilat_model *m;
   snprintf(path, sizeof path, "%s/damaged.gguf", folder);
   write_file(path, data, n);
@@ -206,7 +206,7 @@ static void test_damaged_files_are_refused(const tiny_file *whole) {
   unsigned char *copy = malloc(whole->size);
   CHECK(copy);
   for (size_t n = 0; n < whole->size; n += whole->size / 61 + 1) {
-    char path[64];
+    char path[96];
     snprintf(path, sizeof path, "%s/cut.gguf", folder);
     write_file(path, whole->data, n);
     CHECK(kilat_open(path, NULL, &m) == KILAT_BAD_FILE && kilat_model_error(m)[0]);
@@ -232,6 +232,7 @@ static void test_damaged_files_are_refused(const tiny_file *whole) {
 }
 
 int main(void) {
+  snprintf(folder, sizeof folder, "%s/kilat-test-XXXXXX", P_tmpdir);
   CHECK(mkdtemp(folder));
   snprintf(model_path, sizeof model_path, "%s/tiny.gguf", folder);
   tiny_file file = tiny_gguf();
@@ -252,7 +253,7 @@ int main(void) {
     }
   test_damaged_files_are_refused(&file);
   free(file.data);
-  char command[96];
+  char command[128];
   snprintf(command, sizeof command, "rm -rf %s", folder);
   CHECK(system(command) == 0);
   printf("runtime: %d checks\n", checks);

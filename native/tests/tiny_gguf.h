@@ -7,7 +7,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TINY_HIDDEN = 64, TINY_INNER = 96, TINY_HEADS = 4, TINY_KV_HEADS = 2, TINY_LAYERS = 2, TINY_VOCAB = 280, TINY_CONTEXT = 256 };
+enum {
+  TINY_HIDDEN = 64,
+  TINY_INNER = 96,
+  TINY_HEADS = 4,
+  TINY_KV_HEADS = 2,
+  TINY_LAYERS = 2,
+  TINY_VOCAB = 280,
+  TINY_CONTEXT = 256
+};
 
 typedef struct tiny_file {
   unsigned char *data;

@@ -152,13 +152,14 @@ static void report(kilat_model *m, kilat_session *s, const double *at, int64_t n
   int n = 0;
   int64_t total = 0;
   double decode_s = (at[4] - at[3]) * 1e-3;
-  fprintf(stderr, "load %.1f ms, session %.1f ms, first token of %" PRId64 " after %.1f ms (%.1f ms from the start)\n", at[1] - at[0],
-          at[2] - at[1], n_prompt, at[3] - at[2], at[3] - at[0]);
+  fprintf(stderr, "load %.1f ms, session %.1f ms, first token of %" PRId64 " after %.1f ms (%.1f ms from the start)\n",
+          at[1] - at[0], at[2] - at[1], n_prompt, at[3] - at[2], at[3] - at[0]);
   if (n_out > 1) fprintf(stderr, "decode %.2f tok/s over %" PRId64 " tokens\n", (double)(n_out - 1) / decode_s, n_out - 1);
   if (kilat_memory_report(m, s, owners, 32, &n)) return;
   for (int i = 0; i < n; i++) {
     total += owners[i].host_bytes + owners[i].device_bytes;
-    fprintf(stderr, "%-12s %12" PRId64 " bytes host %12" PRId64 " bytes device\n", owners[i].owner, owners[i].host_bytes, owners[i].device_bytes);
+    fprintf(stderr, "%-12s %12" PRId64 " bytes host %12" PRId64 " bytes device\n", owners[i].owner, owners[i].host_bytes,
+            owners[i].device_bytes);
   }
   fprintf(stderr, "%-12s %12" PRId64 " bytes\n", "all", total);
 }
