@@ -6,7 +6,8 @@ import resource
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -167,20 +168,21 @@ def test_crash_in_the_middle_of_a_write_loses_that_page_only(tmp_path: Path, n_w
     tier.close()
 
 
-@pytest.fixture
-def limit_file_size() -> Iterator[Callable[[int], None]]:
-    """As a disk that is full: writes behind so many bytes of a file fail."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda n_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+@contextmanager
+def file_size_limit(n_bytes: int) -> Iterator[None]:
+    """As a disk that is full: writes behind so many bytes of a file fail. Of any file: what a test runner writes too, so not for long."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_full_disk_turns_the_tier_off(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, limit_file_size: Callable[[int], None]
-) -> None:
+def test_full_disk_turns_the_tier_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tier = disk(tmp_path, 4)
-    limit_file_size(2 * BLOCK_BYTES + 2 * 2 * BLOCK_BYTES + 100)
-    with caplog.at_level(logging.WARNING):
+    room = 2 * BLOCK_BYTES + 2 * 2 * BLOCK_BYTES + 100
+    with caplog.at_level(logging.WARNING), file_size_limit(room):
         for i in range(4):
             tier.put(name(i), page(i))
     assert tier.is_off
@@ -188,17 +190,15 @@ def test_full_disk_turns_the_tier_off(
     assert not any(tier.has(name(i)) or get(tier, i) for i in range(4))
     assert sorted(tier.take_lost()) == [name(0), name(1)]
     tier.close()
-    limit_file_size(resource.RLIM_INFINITY)
     again = disk(tmp_path, 4)  # and what had been written is still good
     assert [get(again, i) for i in range(4)] == [True, True, False, False]
     again.close()
 
 
 def test_disk_without_room_for_the_table_is_off_from_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, limit_file_size: Callable[[int], None]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limit_file_size(10)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), file_size_limit(10):
         tier = disk(tmp_path, 4)
     assert tier.is_off
     tier.put(name(1), page(1))
