@@ -1,6 +1,6 @@
 """What prefill and decode apart, moves of pages and a shared prefix cost and gain, over HTTP with a real model on two cores.
 
-    flock /tmp/bench.lock python bench/bench_cluster.py [--only interference,hand_over,prefix,moves] [--model smollm2] [--json FILE]
+    python bench/bench_cluster.py [--only interference,hand_over,prefix,moves] [--model smollm2] [--json FILE]
 
 Workers are processes that are bound to cores; gateway and this client take what is left of them. Arms alternate, figures are medians
 over rounds (min-max).
