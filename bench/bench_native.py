@@ -172,7 +172,7 @@ def measure(args: argparse.Namespace) -> dict[str, Times]:
         who.gaps_ms([1, 2, 3], 5)
     for r in range(args.rounds):
         for name, who in contenders.items():
-            one_round(name, who, times[name], args, r)
+            one_round(name, who, times[name], args, args.seed + r)
     if args.program:
         for w in args.weights:
             command = [args.program, str(path), "-p", "Hello", "-n", "1", "--weights", w]

@@ -26,7 +26,7 @@ void open_model(const char *path, const kilat_options *given, kilat_model *m) {
     fail(KILAT_BAD_ARGUMENT, "options have a dtype or weights that this version does not know");
   if (options.device == KILAT_DEVICE_CUDA && kilat_cuda_backend) m->backend = kilat_cuda_backend();
   else if (options.device == KILAT_DEVICE_CUDA)
-    fail(KILAT_UNSUPPORTED, "this library was built without CUDA: build it where nvcc is, or use the CPU");
+    fail(KILAT_UNSUPPORTED, "this library was built without CUDA: build one with `make -C native CUDA=...`, or use the CPU");
   else if (options.device == KILAT_DEVICE_CPU) m->backend = kilat_cpu_backend();
   else fail(KILAT_BAD_ARGUMENT, "device is %d, known are 0 (CPU) and 1 (CUDA)", options.device);
 

@@ -304,6 +304,7 @@ def _native(parser: Parser) -> None:
         default="auto",
         help="stored: block formats stay as they are",
     )
+    add("--library", type=input_file, metavar="FILE", help="a libkilat.so of `make -C native CUDA=...`")
     add("--stats", action="store_true", help="times and memory, on stderr")
 
 

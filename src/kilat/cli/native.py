@@ -33,10 +33,16 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer.from_files(files)
     prompt = _prompt_ids(files, tokenizer, args)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
-    library.load()  # built now if it was not, which is no part of the times
+    library.load(args.library)  # built now if it was not, which is no part of the times
     clock = _Clock(time.perf_counter())
-    options = {"device": args.device, "threads": args.threads, "dtype": args.dtype, "weights": args.weights}
-    with NativeModel(files.path, **options) as model:
+    with NativeModel(
+        files.path,
+        device=args.device,
+        threads=args.threads,
+        dtype=args.dtype,
+        weights=args.weights,
+        library=args.library,
+    ) as model:
         clock.opened = time.perf_counter()
         with model.session(args.context) as session:
             clock.ready = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
 
 from kilat.base.errors import ConfigError
 from kilat.native.build import build
@@ -104,9 +105,10 @@ _SIGNATURES = {
 }
 
 
-def load() -> ctypes.CDLL:
-    """The library with all signatures declared; built first if needed. Raises ConfigError when that is not possible."""
-    path = build()
+def load(path: Path | None = None) -> ctypes.CDLL:
+    """The library with all signatures declared; built first if needed, or the one at ``path``, which ``make -C native`` built (with CUDA
+    where that was asked for). Raises ConfigError when that is not possible."""
+    path = path or build()
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():

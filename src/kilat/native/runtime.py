@@ -70,7 +70,8 @@ class MemoryOwner:
 
 
 class NativeModel:
-    """A model in the native runtime. ``weights``: ``stored`` keeps block formats as they are, ``wide`` widens them at load.
+    """A model in the native runtime. ``weights``: ``stored`` keeps block formats as they are, ``wide`` widens them at load. ``library``: a
+    build of the runtime other than the package's own, which has no CUDA.
 
     Raises ConfigError (no compiler, unknown options, an architecture that is not supported), ModelFileError, EngineError (memory).
     """
@@ -83,6 +84,7 @@ class NativeModel:
         threads: int = 0,
         dtype: str = "auto",
         weights: str = "auto",
+        library: Path | None = None,
     ) -> None:
         options = lib.Options(
             _choice(lib.DEVICES, device, "device"),
@@ -91,7 +93,7 @@ class NativeModel:
             _choice(lib.DTYPES, dtype, "dtype"),
             _choice(lib.WEIGHTS, weights, "weights"),
         )
-        self.library = lib.load()
+        self.library = lib.load(library)
         handle = c_void_p()
         status = self.library.kilat_open(str(path).encode(), byref(options), byref(handle))
         self.handle = handle.value
