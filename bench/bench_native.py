@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument(
         "--program", help="kilat-native, for the time from a process's start to its first token"
     )
