@@ -68,7 +68,7 @@ def test_killed_worker_ends_running_requests_with_a_retryable_error_when_they_ma
 
 
 def test_requests_between_two_workers_are_told_to_come_back(start: Start) -> None:
-    server = start(backoff_s=30.0)
+    server = start(backoff_s=30.0, rescue_s=0.0)
     os.kill(server.worker_pid, signal.SIGKILL)
     eventually(lambda: ask(server).status_code == 503, "the gateway knows")
     answer = ask(server)
