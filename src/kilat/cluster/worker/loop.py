@@ -80,7 +80,7 @@ class WorkerLoop:
             for message in self._channel.receive(wait_s):
                 self._handle(message)
             self._mover.poll(PATIENCE * self._step_s)
-            wait_s = self._step() if self._engine.has_work else IDLE_WAIT_S
+            wait_s = self._step() if self._engine.has_work else self._pause()
             self._mover.after_step()
             if self._mover.is_reading:
                 wait_s = min(wait_s, STUCK_WAIT_S)
@@ -107,6 +107,10 @@ class WorkerLoop:
             self._live.clear()
         # Work that cannot go on yet (a grammar is being compiled): do not spin.
         return 0.0 if events or engine.step_count != before else STUCK_WAIT_S
+
+    def _pause(self) -> float:
+        """Without work: let the engine prepare for later; returns as :meth:`_step`."""
+        return 0.0 if self._engine.prepare() else IDLE_WAIT_S
 
     def _send_events(self, events: list[SessionEvent]) -> None:
         if events:
