@@ -11,6 +11,8 @@ import pytest
 from ray_head import GONE_AFTER, RayHead, named
 from served import LONG, Served, Stream, alive, ask, errors_in, eventually, text_of
 
+RAY_S = 60.0
+"""Ray starts a process of its own for an actor: seconds, and many of them on a busy machine."""
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
@@ -30,7 +32,7 @@ def begin(start: Start, address: str, **options: Any) -> Served:
         env={"RAY_AUTH_MODE": "disabled", **GONE_AFTER},
         **options,
     )
-    eventually(lambda: both_ready(server), "both are ready")
+    eventually(lambda: both_ready(server), "both are ready", timeout_s=RAY_S)
     return server
 
 
@@ -66,8 +68,8 @@ def test_workers_and_actors_that_are_killed_come_back_and_streams_go_on(
     os.kill(first[0], signal.SIGKILL)
     end()
     assert "code=-9" in server.log(), "the log has the end as it was"
-    eventually(lambda: server.log().count("worker_started") == 3, "a new one is started")
-    eventually(lambda: both_ready(server), "both are ready")
+    eventually(lambda: server.log().count("worker_started") == 3, "a new one is started", timeout_s=RAY_S)
+    eventually(lambda: both_ready(server), "both are ready", timeout_s=RAY_S)
     second = workers(server)
     assert second[0] != first[0] and second[1] == first[1]
 
@@ -75,15 +77,15 @@ def test_workers_and_actors_that_are_killed_come_back_and_streams_go_on(
     for actor in named(driver, "ray::WorkerHost"):
         actor.send_signal(signal.SIGKILL)
     end()
-    eventually(lambda: server.log().count("worker_found") == 2, "Ray sees them again")
+    eventually(lambda: server.log().count("worker_found") == 2, "Ray sees them again", timeout_s=RAY_S)
     assert workers(server) == second and all(alive(pid) for pid in second)
 
     # Nobody is left to end anybody: workers and Ray see for themselves, even in the middle of a step.
     stuck = streams(server, {**LONG, "prompt": "hang!"})
-    eventually(lambda: server.metric("kilat_sessions_open") == 1, "a worker is in a step")
+    eventually(lambda: server.metric("kilat_sessions_open") == 1, "a worker is in a step", timeout_s=RAY_S)
     of_ray = driver.children(recursive=True)
     server.process.kill()
-    eventually(lambda: not any(alive(pid) for pid in second), "the workers are gone")
+    eventually(lambda: not any(alive(pid) for pid in second), "the workers are gone", timeout_s=RAY_S)
     eventually(
         lambda: not any(alive(p.pid) for p in [driver, *of_ray]), "so is Ray, which was started for them"
     )
@@ -98,19 +100,19 @@ def test_streams_do_not_notice_the_end_of_ray_and_workers_come_back_with_it(
     end = begin_streams(server, streams, max_tokens=250)
     ray_head.kill()
     try:
-        eventually(lambda: "ray_lost" in server.log(), "the driver is gone")
+        eventually(lambda: "ray_lost" in server.log(), "the driver is gone", timeout_s=RAY_S)
         assert server.metric("kilat_sessions_running") == 4
         assert text_of(ask(server)) == "fine", "new requests are served too"
         end()
         assert workers(server) == before and all(alive(pid) for pid in before)
         os.kill(before[0], signal.SIGKILL)
-        eventually(lambda: "lost: silent for" in server.log(), "its silence tells")
+        eventually(lambda: "lost: silent for" in server.log(), "its silence tells", timeout_s=RAY_S)
         assert text_of(ask(server)) == "fine"
     finally:
         ray_head.start()
     eventually(lambda: server.pid_of("worker-0") != before[0], "it is started again", timeout_s=60)
-    eventually(lambda: "worker_found" in server.log(), "the other one is found again")
+    eventually(lambda: "worker_found" in server.log(), "the other one is found again", timeout_s=RAY_S)
     server.terminate()
     assert server.wait(30) == 0
     assert not any(alive(pid) for pid in [*before, *workers(server)])
-    eventually(lambda: not named(ray_head.root, "ray::WorkerHost"), "no actor is left")
+    eventually(lambda: not named(ray_head.root, "ray::WorkerHost", timeout_s=RAY_S), "no actor is left")
