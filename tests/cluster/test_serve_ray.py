@@ -87,7 +87,9 @@ def test_workers_and_actors_that_are_killed_come_back_and_streams_go_on(
     server.process.kill()
     eventually(lambda: not any(alive(pid) for pid in second), "the workers are gone", timeout_s=RAY_S)
     eventually(
-        lambda: not any(alive(p.pid) for p in [driver, *of_ray]), "so is Ray, which was started for them"
+        lambda: not any(alive(p.pid) for p in [driver, *of_ray]),
+        "so is Ray, which was started for them",
+        timeout_s=RAY_S,
     )
     stuck.close()
 
@@ -115,4 +117,4 @@ def test_streams_do_not_notice_the_end_of_ray_and_workers_come_back_with_it(
     server.terminate()
     assert server.wait(30) == 0
     assert not any(alive(pid) for pid in [*before, *workers(server)])
-    eventually(lambda: not named(ray_head.root, "ray::WorkerHost", timeout_s=RAY_S), "no actor is left")
+    eventually(lambda: not named(ray_head.root, "ray::WorkerHost"), "no actor is left", timeout_s=RAY_S)
