@@ -27,9 +27,10 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory, tiny: TinyFiles) -> 
     server.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_head() -> Iterator[RayHead]:
-    """One Ray for all tests that leave it as they found it, or start it again."""
+    """One Ray for the tests of a file that leave it as they found it, or start it again. Not for longer: a server that is told ``auto``
+    joins a Ray that runs."""
     head = RayHead()
     yield head
     head.stop()
