@@ -194,6 +194,7 @@ def arguments() -> argparse.Namespace:
     ap.add_argument("--kv-dtype", default="auto", help="fp8: pages in e4m3")
     ap.add_argument("--cases", default="decode,use,ttft,interference,offline")
     ap.add_argument("--step-tokens", type=int, default=8192)
+    ap.add_argument("--rows", type=int, default=256, help="most sessions that run at once")
     ap.add_argument("--target-step-s", type=float, default=60.0, help="0.02 for the interference case")
     ap.add_argument("--prepare-s", type=float, default=6.0, help="most seconds of preparing before the cases")
     ap.add_argument("--sha", default="", help="of the code, where there is no git")
@@ -209,7 +210,7 @@ def build(a: argparse.Namespace) -> Engine:
             "dummy",
             dummy_weights=True,
             max_model_len=16_384,
-            max_num_seqs=256,
+            max_num_seqs=a.rows,
             max_step_tokens=a.step_tokens,
             deterministic=a.deterministic,
             max_waiting=100_000,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kilat.engine.graphs import (
     KV_BUCKETS,
+    MIXED_KV_BUCKETS,
     MIXED_ROW_BUCKETS,
     ROW_BUCKETS,
     TOKEN_BUCKETS,
@@ -132,8 +133,7 @@ class DeviceRunner:
         """Capture one more shape that steps are likely to have (tens of milliseconds); False when there is nothing left to do. To be called
         while no step is in flight."""
         limits = self.limits
-        kv_bound = bucket(1, KV_BUCKETS, limits.max_model_len)
-        shapes = likely_shapes(limits.max_rows, limits.max_tokens, kv_bound)
+        shapes = likely_shapes(limits.max_rows, limits.max_tokens, limits.max_model_len)
         with torch.inference_mode():
             return self.graphs.capture_next(shapes, self._send_scratch)
 
@@ -194,7 +194,7 @@ class DeviceRunner:
         if n_tokens <= TOKEN_BUCKETS[-1]:
             tokens = bucket(n_tokens, TOKEN_BUCKETS, self.limits.max_tokens)
             size = bucket(n_rows, MIXED_ROW_BUCKETS, self.limits.max_rows)
-        kv_bound = bucket(host.max_kv_len, KV_BUCKETS, self.limits.max_model_len)
+        kv_bound = bucket(host.max_kv_len, MIXED_KV_BUCKETS, self.limits.max_model_len)
         shape = Shape(tokens, size, tokens, kv_bound, self._mode(rows))
         f = self._buffer.host(shape)
         f["token_ids"][:n_tokens] = host.token_ids

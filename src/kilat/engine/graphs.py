@@ -21,6 +21,8 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320,
 MIXED_ROW_BUCKETS = (8, 32, 64, 128, 256, 512)
 TOKEN_BUCKETS = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 KV_BUCKETS = (2048, 16_384, 131_072, 1_048_576)
+MIXED_KV_BUCKETS = KV_BUCKETS[1:]
+"""Steps with prompt chunks take longer than a wider page table does, and need fewer graphs so."""
 MOST_GRAPH_BYTES = 3 << 30
 _TOKEN_INTS = ("token_ids", "positions", "slots", "token_slot")
 _ROW_INTS = ("kv_len", "row_slot", "logits_at", "top_k")
@@ -43,15 +45,16 @@ class Shape:
     mode: str
 
 
-def likely_shapes(max_rows: int, max_tokens: int, max_kv_len: int) -> Iterator[Shape]:
+def likely_shapes(max_rows: int, max_tokens: int, max_model_len: int) -> Iterator[Shape]:
     """Shapes that a server is likely to need, those first that most of its steps have: decode steps, then steps with prompt chunks."""
+    decode_kv, mixed_kv = (bucket(1, b, max_model_len) for b in (KV_BUCKETS, MIXED_KV_BUCKETS))
     for mode in ("greedy", "filtered", "draw"):
         sizes = sorted({bucket(rows, ROW_BUCKETS, max_rows) for rows in ROW_BUCKETS})
-        yield from (Shape(rows, rows, 1, max_kv_len, mode) for rows in sizes)
+        yield from (Shape(rows, rows, 1, decode_kv, mode) for rows in sizes)
         for rows in sorted({bucket(rows, MIXED_ROW_BUCKETS, max_rows) for rows in MIXED_ROW_BUCKETS}):
             for tokens in sorted({bucket(n, TOKEN_BUCKETS, max_tokens) for n in TOKEN_BUCKETS}):
                 if tokens > rows or rows == MIXED_ROW_BUCKETS[0]:
-                    yield Shape(tokens, rows, tokens, max_kv_len, mode)
+                    yield Shape(tokens, rows, tokens, mixed_kv, mode)
 
 
 class StepBuffer:

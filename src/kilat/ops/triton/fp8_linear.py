@@ -61,18 +61,18 @@ def gated_linear(x: Tensor | Fp8Rows, w: LinearWeight) -> Tensor:
     rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
     if rows.n_rows > STREAM_ROWS or w.shape[0] % (2 * BLOCK):
         return silu_mul(linear(rows, w))
-    return _stream(rows, w, gated_tiles_for(rows.n_rows, 64), "silu")
+    return _stream(rows, w, gated_tiles_for(rows.n_rows), "silu")
 
 
 def gated_linear_fp8(x: Tensor | Fp8Rows, w: LinearWeight) -> Fp8Rows:
     """quantize_rows(gated_linear(x, w))."""
     rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
-    n_rows = rows.n_rows
-    if n_rows > STREAM_ROWS or w.shape[0] % (2 * BLOCK):
+    if rows.n_rows > STREAM_ROWS or w.shape[0] % (2 * BLOCK):
         return silu_mul_fp8(linear(rows, w))
-    if n_rows > 32:
-        return quantize_rows(_stream(rows, w, gated_tiles_for(n_rows, 64), "silu"))
-    return _stream(rows, w, gated_tiles_for(n_rows, BLOCK), "silu_fp8")
+    tiles = gated_tiles_for(rows.n_rows)
+    if tiles.outputs < BLOCK:
+        return quantize_rows(_stream(rows, w, tiles, "silu"))
+    return _stream(rows, w, tiles, "silu_fp8")
 
 
 def gated_linear_exact(x: Tensor | Fp8Rows, w: LinearWeight) -> Tensor:

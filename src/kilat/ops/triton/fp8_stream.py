@@ -109,7 +109,7 @@ def _stream_fp8(
     )
     row = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, mma))
     w_scales = w_scale_ptr + tile * OUTPUTS // 128 * w_stride
-    up_scales = w_scale_ptr + (n_out + tile * OUTPUTS) // 128 * w_stride
+    u_scales = w_scale_ptr + (n_out + tile * OUTPUTS) // 128 * w_stride
     gdc_wait()
     for j in gl.static_range(STAGES):
         fill = first + j < last
@@ -123,6 +123,16 @@ def _stream_fp8(
     zero = gl.zeros((OUTPUTS, ROWS), gl.float32, mma)
     for i in range(first, last):
         s = (i - first) % STAGES
+        # the scales are on their way before the tile is waited for
+        scales = ()
+        up_scales = ()
+        for g in gl.static_range(GROUPS):
+            k = i * GROUPS + g
+            known = k < groups
+            x_scale = gl.load(x_scale_ptr + k * x_stride + row, mask=(row < n_rows) & known, other=0.0)
+            scales += (x_scale * gl.load(w_scales + k, mask=known, other=0.0),)  # type: ignore[assignment]
+            if GATED:
+                up_scales += (x_scale * gl.load(u_scales + k, mask=known, other=0.0),)  # type: ignore[assignment]
         mbarrier.wait(full.index(s), (i - first) // STAGES & 1)
         # all groups of the stage are on their way before the first is waited for: the matrix units go on while sums are scaled
         parts = ()
@@ -132,18 +142,13 @@ def _stream_fp8(
             if GATED:
                 parts += (_product(up_ring.index(s * GROUPS + g), right, zero),)  # type: ignore[assignment]
         for g in gl.static_range(GROUPS):
-            k = i * GROUPS + g
-            known = k < groups
-            x_scale = gl.load(x_scale_ptr + k * x_stride + row, mask=(row < n_rows) & known, other=0.0)
-            w_scale = gl.load(w_scales + k, mask=known, other=0.0)
             if GATED:
-                up_scale = gl.load(up_scales + k, mask=known, other=0.0)
                 parts = _wait(2 * (GROUPS - 1 - g), parts)
-                acc += parts[2 * g] * (x_scale * w_scale)[None, :]
-                acc_up += parts[2 * g + 1] * (x_scale * up_scale)[None, :]
+                acc += parts[2 * g] * scales[g][None, :]
+                acc_up += parts[2 * g + 1] * up_scales[g][None, :]
             else:
                 parts = _wait(GROUPS - 1 - g, parts)
-                acc += parts[g] * (x_scale * w_scale)[None, :]
+                acc += parts[g] * scales[g][None, :]
         # all warps are done with this place of the ring
         gl.thread_barrier()
         fill = i + STAGES < last
