@@ -227,7 +227,7 @@ class Engine:
 
     def prepare(self) -> bool:
         """Use a pause: with no work, do some tens of milliseconds of what makes later steps faster. False when nothing is left to do."""
-        return not self.has_work and self.runner.prepare()
+        return not self.has_work and (self.pages.prepare() or self.runner.prepare())
 
     def _await_compile(self) -> None:
         """Nothing runs: give the compiling threads a moment instead of spinning."""

@@ -56,6 +56,16 @@ def choose_pages(
     return pages if asked_bytes is not None else min(pages, sessions * per_session)
 
 
+POPULATE_WRITE = 23
+"""``MADV_POPULATE_WRITE`` of Linux 5.14: what a first write to each of its pages would do, for a whole range at once."""
+
+TOUCH_BYTES = 8 << 20
+"""Memory that one pause gets from the system: some milliseconds."""
+
+LEFT_SHARE = 0.1
+"""Of the host's memory: what pauses leave to others."""
+
+
 class PageMemory:
     """The memory of a pool: ``n_pages`` pages of ``layout``, zero at first, and one more that no session ever owns.
 
@@ -68,6 +78,8 @@ class PageMemory:
         self.layout = layout
         self.n_pages = n_pages
         self.fd: int | None = None
+        self._map: mmap.mmap | None = None
+        self._n_touched = 0
         self._staging: np.ndarray | None = None
         shape = (
             n_pages + 1,
@@ -95,11 +107,32 @@ class PageMemory:
         return (self.n_pages + 1) * self.layout.page_bytes
 
     def _shared_bytes(self) -> np.ndarray:
-        """Memory that other processes can map too, sealed so that it cannot shrink under them. It takes room only where it is touched."""
+        """Memory that other processes can map too, sealed so that it cannot shrink under them. It takes room only where it is touched, by a
+        step, a peer's pages or :meth:`prepare`."""
         self.fd = os.memfd_create("kilat-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.n_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        return np.frombuffer(mmap.mmap(self.fd, self.n_bytes), np.uint8)
+        self._map = mmap.mmap(self.fd, self.n_bytes)
+        return np.frombuffer(self._map, np.uint8)
+
+    def prepare(self) -> bool:
+        """Get some more of a shared pool's memory from the system, so that no step and no read has to: pages that are new to the system cost
+        several times what copying them does. False when all is there, or the host has little left."""
+        memory = self._map
+        n_left = self.n_bytes - self._n_touched
+        if memory is None or n_left <= 0:
+            return False
+        host = psutil.virtual_memory()
+        n = min(n_left, TOUCH_BYTES)
+        try:
+            if host.available - n < LEFT_SHARE * host.total:
+                raise OSError
+            memory.madvise(POPULATE_WRITE, self._n_touched, n)
+        except OSError:  # nor does this system have it
+            self._map = None
+            return False
+        self._n_touched += n
+        return True
 
     # -- pages to and from the host's memory; not while a step writes them --------------------------------------------------------
 
