@@ -31,6 +31,7 @@ _X86 = {
 _COMMON: dict[str, list[str]] = {
     "kilat_cpu.cpp": [],
     "arena.cpp": [],
+    "pack.cpp": [],
     "pool.cpp": [],
     "quant.cpp": [],
     "isa_plain.cpp": [],

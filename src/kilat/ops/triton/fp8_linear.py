@@ -116,10 +116,12 @@ def tiles_for(n_rows: int, n_out: int, n_in: int) -> Tiles:
     )
 
 
-def gated_tiles_for(n_rows: int, outputs: int) -> Tiles:
-    """Tiles of ``outputs`` gates and the ups that go with them."""
+def gated_tiles_for(n_rows: int) -> Tiles:
+    """Tiles of 64 or 128 gates and the ups that go with them."""
     rows = max(8, triton.next_power_of_2(n_rows))
-    return _ring(outputs, rows, 256 if rows <= 32 else 128, 1, programs=2, gated=True)
+    if rows <= 32:
+        return _ring(BLOCK, rows, 256, 1, gated=True)
+    return _ring(64, rows, 128, 1, programs=2, gated=True)
 
 
 def exact_tiles_for(n_rows: int, n_out: int) -> Tiles:
