@@ -4,9 +4,10 @@
 
 A child process owns a pool and offers all its pages; this process reads them all, in random order into pages in random order, through
 the transports as a worker uses them (checks and checksums included). The raw medium is measured in the same rounds: for ``shm`` one copy
-of the whole mapped pool (memcpy), for ``tcp`` the same bytes from one buffer over one loopback connection into one buffer. Rounds are
-interleaved, figures are the best and the median of them; bytes are compared once for each page size, or the run fails. The goal is 70 %
-of the medium for pages of 256 KB and more, best against best: on a shared machine the median is about the others.
+of the whole mapped pool (memcpy), for ``tcp`` the same bytes from one buffer over one loopback connection into one buffer, by two plain
+loops of which the faster one counts: everything in one blocking call, and pieces of 1 MiB that never block. Rounds are interleaved,
+figures are the best and the median of them; bytes are compared once for each page size, or the run fails. The goal is 70 % of the medium
+for pages of 256 KB and more, best against best; "pairs" is the median of each round's own ratio, which says more on a shared machine.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import fcntl
 import json
 import mmap
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -40,6 +42,7 @@ GOAL = 0.70
 GOAL_FROM_BYTES = 256 << 10
 LIMIT_S = 60.0
 SECRET = b"of this measurement"
+RAW_PIECE_BYTES = 1 << 20
 
 
 def make_pages(n: int, page_bytes: int, seed: int) -> Pages:
@@ -65,10 +68,29 @@ def own(n: int, page_bytes: int) -> None:
 
 
 def send_raw(listener: socket.socket, memory: np.ndarray) -> None:
-    """All bytes of the pool over one connection, each time a byte comes."""
+    """All bytes of the pool over one connection, each time a byte comes: ``b`` for one call that blocks, ``p`` for pieces."""
     sock, _ = listener.accept()
-    while sock.recv(1):
-        sock.sendall(memory.reshape(-1).data)
+    while how := sock.recv(1):
+        left = memory.reshape(-1).data
+        if how == b"b":
+            sock.sendall(left)
+        else:
+            in_pieces(sock, select.POLLOUT, left, sock.send)
+
+
+def in_pieces(
+    sock: socket.socket, event: int, left: memoryview, pass_on: Callable[[memoryview], int]
+) -> None:
+    """Send or receive ``left`` by calls that never block."""
+    poll = select.poll()
+    poll.register(sock, event)
+    sock.setblocking(False)
+    while left:
+        try:
+            left = left[pass_on(left[:RAW_PIECE_BYTES]) :]
+        except BlockingIOError:
+            poll.poll()
+    sock.setblocking(True)
 
 
 class Setup:
@@ -95,6 +117,7 @@ class Setup:
         self.source = np.frombuffer(mmap.mmap(fd, n * page_bytes, prot=mmap.PROT_READ), np.uint8)
         os.close(fd)
         self.raw = socket.create_connection(("127.0.0.1", told["raw_port"]), timeout=LIMIT_S)
+        self.raw.settimeout(None)
 
     def read(self, kind: str) -> None:
         transport = self.transports[kind]
@@ -108,10 +131,12 @@ class Setup:
     def raw_shm(self) -> None:
         np.copyto(self.pages.memory.reshape(-1), self.source)
 
-    def raw_tcp(self) -> None:
+    def raw_tcp(self, how: bytes) -> None:
         left = self.pages.memory.reshape(-1).data
-        self.raw.sendall(b"x")
-        while left:
+        self.raw.sendall(how)
+        if how == b"p":
+            in_pieces(self.raw, select.POLLIN, left, self.raw.recv_into)
+        while how == b"b" and left:
             left = left[self.raw.recv_into(left) :]
 
     def check(self) -> None:
@@ -135,7 +160,8 @@ def measure(kib: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         "shm": lambda: setup.read("shm"),
         "shm raw": setup.raw_shm,
         "tcp": lambda: setup.read("tcp"),
-        "tcp raw": setup.raw_tcp,
+        "tcp raw": lambda: setup.raw_tcp(b"b"),
+        "tcp raw pieces": lambda: setup.raw_tcp(b"p"),
     }
     took: dict[str, list[float]] = {name: [] for name in runs}
     try:
@@ -151,14 +177,21 @@ def measure(kib: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     finally:
         setup.close()
     speed = {name: [(args.mib << 20) / s / 1e9 for s in times] for name, times in took.items()}
+    pieces = speed.pop("tcp raw pieces")
+    is_faster = median(pieces) > median(speed["tcp raw"])
+    if is_faster:
+        speed["tcp raw"] = pieces
+    loops = {"shm": "one copy", "tcp": "pieces" if is_faster else "one call"}
     return [
         {
             "transport": kind,
             "page_bytes": page_bytes,
             "gb_per_s": spread(speed[kind]),
             "raw_gb_per_s": spread(speed[f"{kind} raw"]),
+            "raw_loop": loops[kind],
             "share_best": max(speed[kind]) / max(speed[f"{kind} raw"]),
             "share_median": median(speed[kind]) / median(speed[f"{kind} raw"]),
+            "share_pairs": median(a / b for a, b in zip(speed[kind], speed[f"{kind} raw"])),
         }
         for kind in ("shm", "tcp")
     ]
@@ -191,10 +224,11 @@ def main() -> int:
             f"{r['raw_gb_per_s']['median']:.2f}",
             f"{r['share_best']:.0%}",
             f"{r['share_median']:.0%}",
+            f"{r['share_pairs']:.0%}",
         ]
         for r in results
     ]
-    columns = ("", "page KiB", "GB/s best", "median", "raw best", "median", "share best", "median")
+    columns = ("", "page KiB", "GB/s best", "median", "raw best", "median", "share best", "median", "pairs")
     print_table(f"page reads between two processes: {args.mib} MiB, {args.repeat} rounds", columns, lines)
     good = all(r["share_best"] >= GOAL for r in results if r["page_bytes"] >= GOAL_FROM_BYTES)
     print(f"goal: {GOAL:.0%} of the raw medium for pages of 256 KiB and more: {'met' if good else 'missed'}")

@@ -68,6 +68,9 @@ class Wire:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
+        self._polls = {event: select.poll() for event in (select.POLLIN, select.POLLOUT)}
+        for event, poll in self._polls.items():
+            poll.register(sock, event)
 
     def close(self) -> None:
         self._sock.close()
@@ -110,15 +113,11 @@ class Wire:
             left = _after(left, n)
 
     def _wait(self, event: int, check: Check) -> None:
-        poll = select.poll()
-        poll.register(self._sock, event)
-        poll.poll(max(1, round(min(check(), SLICE_S) * 1000)))
+        self._polls[event].poll(max(1, round(min(check(), SLICE_S) * 1000)))
 
     def wait_readable(self) -> None:
         """Block until there is something to read, or the connection is over."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        poll.poll()
+        self._polls[select.POLLIN].poll()
 
     # -- frames ---------------------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ MAX_CONNECTIONS = 256
 HANDSHAKE_S = 5.0
 STALL_S = 30.0
 """A client that takes no byte for this long is gone."""
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 4 << 20
 BATCH_PAGES = 256
 
 _log = get_logger("kv")
