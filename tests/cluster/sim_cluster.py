@@ -22,6 +22,7 @@ from kilat.wire.kv import Endpoint, KvLayout, Offer
 from kilat.wire.messages import (
     Abort,
     Adopt,
+    Announce,
     Export,
     Fetch,
     Fetched,
@@ -113,6 +114,12 @@ class SimWorker:
                 ids = [one] if "#" in given else [branch_id(one, k) for k in range(4)]
                 for i in ids:
                     self._gone(i)
+        elif isinstance(m, Announce):
+            for i in m.session_ids:
+                if i in self.live and self.live[i].started:
+                    s = self.live[i]
+                    n_full = (len(s.record.prompt_ids) + len(s.output) - 1) // PAGE * PAGE
+                    self._offer(i, s.record.epoch, 0, n_full, None)
         elif isinstance(m, Export):
             for i in m.session_ids:
                 if i in self.live and self.live[i].started:
@@ -358,3 +365,21 @@ def _names(record: SessionRecord) -> list[bytes]:
         parent = page_hash(parent, record.prompt_ids[i * PAGE : (i + 1) * PAGE])
         names.append(parent)
     return names
+
+
+def happen(cluster: SimCluster, n: int) -> bool:
+    """Let ``n`` single messages or steps happen; False when all is over before that."""
+    for _ in range(n):
+        for w in cluster.workers.values():
+            if w.inbound:
+                w.take()
+                break
+            if w.outbound:
+                cluster.hear(w)
+                break
+        else:
+            busy = [w for w in cluster.workers.values() if w.live]
+            if not busy:
+                return False
+            busy[0].step()
+    return True

@@ -5,12 +5,11 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_cluster import SimCluster, SimWorker, kinds
+from sim_cluster import SimCluster, SimWorker, happen, kinds
 
 from kilat.base.errors import CapacityError, EngineError, PeerError
 from kilat.wire.messages import (
     Adopt,
-    Export,
     Fetch,
     Lend,
     Offered,
@@ -197,31 +196,6 @@ def test_request_whose_worker_dies_before_the_loan_goes_to_another() -> None:
     assert all(ask.inbox.error is None for ask in cluster.asks)
 
 
-def test_retired_worker_gives_its_sessions_away_and_gets_no_more() -> None:
-    cluster = SimCluster(BOTH)
-    asks = [cluster.ask(3, max_tokens=9) for _ in range(4)]
-    for _ in range(2):
-        cluster.settle()
-        for w in cluster.workers.values():
-            w.step()
-    cluster.settle()
-    assert cluster.workers["w0"].live
-    cluster.retire("w0")
-    assert [w for w, _ in kinds(cluster, Export)] == ["w0"]
-    cluster.settle()
-    assert cluster.gateway.is_idle("w0") and not cluster.workers["w0"].live
-    cluster.ask(3)
-    cluster.finish()
-    cluster.check_over()
-    assert not cluster.workers["w0"].live and all(a.inbox.error is None for a in asks)
-
-
-def test_last_worker_cannot_be_retired() -> None:
-    cluster = SimCluster([(1.0, 1.0)])
-    with pytest.raises(CapacityError, match="no other worker"):
-        cluster.retire("w0")
-
-
 def test_peers_are_told_whenever_somebody_comes_or_goes() -> None:
     cluster = SimCluster(BOTH)
     last = dict(kinds(cluster, Peers))
@@ -249,7 +223,7 @@ def test_worker_that_dies_at_any_moment_of_a_hand_over_loses_nothing(
     while True:
         cluster = SimCluster(weights)
         ask = cluster.ask(9, n=n)
-        moment = _edge(cluster, edges)
+        moment = happen(cluster, edges)
         if f"w{victim}" in cluster.workers:
             cluster.kill(f"w{victim}")
         cluster.finish()
@@ -259,24 +233,6 @@ def test_worker_that_dies_at_any_moment_of_a_hand_over_loses_nothing(
             break
         edges += 1
     assert edges > 15
-
-
-def _edge(cluster: SimCluster, n: int) -> bool:
-    """Let ``n`` single messages or steps happen; False when all is over before that."""
-    for _ in range(n):
-        for w in cluster.workers.values():
-            if w.inbound:
-                w.take()
-                break
-            if w.outbound:
-                cluster.hear(w)
-                break
-        else:
-            busy = [w for w in cluster.workers.values() if w.live]
-            if not busy:
-                return False
-            busy[0].step()
-    return True
 
 
 ACTIONS = (

@@ -12,6 +12,7 @@ from kilat.kv.shm import ShmTransport
 from kilat.kv.transport import Done, Pages
 from kilat.wire.messages import (
     Abort,
+    Announce,
     Export,
     Fetch,
     Fetched,
@@ -146,6 +147,33 @@ def test_running_session_moves_and_says_the_same(start_worker: Start, transport:
     assert all(f.ok for f in b.all(Fetched))
     check_clean(a, b)
     assert a.tokens("s") and b.tokens("s")
+
+
+@pytest.mark.parametrize("transport", KINDS)
+def test_pages_of_a_running_session_go_ahead_of_it(start_worker: Start, transport: str) -> None:
+    a, b = start_worker("a", transport, step_s=0.005), start_worker("b", transport)
+    introduce(a, b)
+    r = record("s", PROMPT, max_tokens=60)
+    a.tell(Submit(r), Submit(record("short", PROMPT[:2], max_tokens=60)))
+    a.until(lambda: len(a.tokens("s")) >= 1)
+    a.tell(Announce(["unknown", "short", "s"]))
+    ahead = [a.wait(Offered) for _ in range(2)]
+    assert [(o.session_id, o.record) for o in ahead] == [("short", None), ("s", None)]
+    assert len(ahead[0].offer.pages) <= 1 and len(ahead[1].offer.pages) >= 11
+    b.tell(Fetch("s", ahead[1].offer))
+    assert b.wait(Fetched).n_bytes == len(ahead[1].offer.pages) * 16
+    later = a.wait(Offered, lambda m: m.session_id == "s")  # it goes on, and fills another page
+    assert later.record is None and later.offer.first_token == ahead[1].offer.n_tokens
+    a.tell(Export(["s"]))
+    last = a.wait(Offered, lambda m: m.record is not None)
+    adopt(b, last)
+    n_left = len(last.offer.pages) - len(ahead[1].offer.pages)
+    assert b.wait(Fetched).n_bytes == n_left * 16
+    check_same(r, a, b)
+    a.tell(Export(["short"]))
+    a.wait(Offered, lambda m: m.record is not None)
+    a.tell(Release([o.offer.move_id for o in a.all(Offered)]))
+    check_clean(a, b)
 
 
 def test_session_comes_back_to_where_it_was(start_worker: Start) -> None:

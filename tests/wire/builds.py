@@ -7,6 +7,7 @@ from kilat.wire.kv import Endpoint, KvLayout, Offer
 from kilat.wire.messages import (
     Abort,
     Adopt,
+    Announce,
     Drain,
     Export,
     Fatal,
@@ -139,6 +140,7 @@ TO_WORKER: dict[type, SearchStrategy] = {
     Peers: st.builds(Peers, endpoints=st.dictionaries(texts, endpoints, max_size=3)),
     Fetch: st.builds(Fetch, session_id=texts, offer=offers),
     Adopt: st.builds(Adopt, record=records, offer=optional(offers)),
+    Announce: st.builds(Announce, session_ids=st.lists(texts, max_size=4)),
     Export: st.builds(Export, session_ids=st.lists(texts, max_size=4)),
     Lend: st.builds(Lend, move_id=texts, names=hashes),
     Release: st.builds(Release, move_ids=st.lists(texts, max_size=4)),

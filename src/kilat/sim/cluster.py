@@ -36,6 +36,7 @@ BEST_EFFORT = (
     wire.Resync,
     wire.Peers,
     wire.Abort,
+    wire.Announce,
     wire.Export,
 )
 """Messages whose loss may cost time but nothing else; an Offered without a record is one too."""

@@ -22,6 +22,7 @@ from kilat.base.errors import CapacityError, KilatError
 from kilat.base.ids import branch_id
 from kilat.cluster.gateway.errors import from_peer
 from kilat.cluster.gateway.handover import note_read, on_fetched, on_offered
+from kilat.cluster.gateway.leaving import advance, leave
 from kilat.cluster.gateway.placing import Chooser, DispatchConfig, Effects, Placing, no_worker
 from kilat.cluster.gateway.sessions import Inbox, SessionTable, Slot
 from kilat.cluster.gateway.trip import Stage, Trip
@@ -134,6 +135,7 @@ class Dispatcher:
         p.now_s = now_s
         if self.workers.remove(worker_id) is None:
             return []
+        p.leaving.pop(worker_id, None)
         p.chooser.index.forget(worker_id)
         for move in self.moves.lost(worker_id):
             p.release(move.owner, [move.move_id])
@@ -148,6 +150,7 @@ class Dispatcher:
             if trip.at == worker_id and not trip.over:
                 p.bereaved(trip, error)
         self._tell_peers()
+        advance(p)
         p.try_suspect()
         return p.flush()
 
@@ -168,10 +171,13 @@ class Dispatcher:
         for trip in here:
             if trip.stage is Stage.LENDING:
                 p.again(trip, no_worker())
-        # Those that will be handed over leave by themselves.
-        leaving = [t.id for t in here if t.at == worker_id and t.target is None]
-        if leaving:
-            p.tell(worker_id, Export(leaving))
+        # Those that will be handed over leave by themselves. Where others go with a session, it goes at once, before they begin.
+        going = [t for t in here if t.at == worker_id and t.target is None]
+        streams = [t for t in going if t.slot.tokens and len(t.party) == 1]
+        at_once = [t.id for t in going if t not in streams]
+        if at_once:
+            p.tell(worker_id, Export(at_once))
+        leave(p, worker_id, streams)
         return p.flush()
 
     def is_idle(self, worker_id: str) -> bool:
@@ -219,6 +225,7 @@ class Dispatcher:
             self._hello(worker, message)
         elif isinstance(message, Fatal):
             worker.fatal = message.message
+        advance(p)
         p.try_suspect()
         return p.flush()
 
@@ -239,6 +246,7 @@ class Dispatcher:
                 p.end(trip, no_worker())
             else:
                 p.try_parked(trip)
+        advance(p)
         p.try_suspect()
         return p.flush()
 

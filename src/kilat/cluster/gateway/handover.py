@@ -5,6 +5,7 @@ from msgspec.structs import replace
 from kilat.base import metrics
 from kilat.base.errors import CapacityError
 from kilat.base.ids import branch_id
+from kilat.cluster.gateway.leaving import told
 from kilat.cluster.gateway.moves import Move
 from kilat.cluster.gateway.placing import Placing, no_worker
 from kilat.cluster.gateway.trip import Stage, Trip
@@ -25,6 +26,7 @@ def on_offered(p: Placing, owner: str, message: Offered) -> None:
         if record is not None:
             _orphaned(p, owner, record)
     elif record is None:
+        told(p, owner, trip)
         _chunk(p, trip, owner, offer)
     else:
         _last(p, trip, owner, offer, record)
@@ -94,7 +96,8 @@ def _last(p: Placing, trip: Trip, owner: str, offer: Offer, record: SessionRecor
         p.leave(trip)
         p.place_or_park(trip, no_worker())
         return
-    p.counts[metrics.HAND_OVERS if trip.target is not None else metrics.PLANNED_MOVES] += 1
+    is_hand_over = trip.target is not None and not trip.leaving
+    p.counts[metrics.HAND_OVERS if is_hand_over else metrics.PLANNED_MOVES] += 1
     n_there = trip.fetch_end if target == trip.target else 0
     use = bool(offer.pages) and offer.first_token <= n_there and p.workers.can_move(owner, target)
     if target != trip.target:

@@ -12,7 +12,7 @@ from kilat.base.errors import CapacityError, EngineError, KilatError, PeerError
 from kilat.base.hashing import root_hash
 from kilat.cluster.gateway.moves import MoveTable
 from kilat.cluster.gateway.sessions import SessionTable
-from kilat.cluster.gateway.trip import Stage, Trip
+from kilat.cluster.gateway.trip import Leaving, Stage, Trip
 from kilat.cluster.gateway.workers import Workers
 from kilat.policy.cache.table import extend_chain
 from kilat.policy.route.costs import LinkRate
@@ -60,7 +60,7 @@ class DispatchConfig:
 
 
 class Placing:
-    """Owns trips and moves. ``lends``: sessions that wait for pages, and from whom. ``suspects`` wait to be tried alone, ``on_trial`` is
+    """Owns trips and moves. ``lends``: sessions that wait for pages, and from whom. ``leaving``: those of workers that are to end. ``suspects`` wait to be tried alone, ``on_trial`` is
     the one that is. ``on_route`` hears of every choice."""
 
     def __init__(self, chooser: Chooser, table: SessionTable, config: DispatchConfig) -> None:
@@ -72,6 +72,7 @@ class Placing:
         self.config = config
         self.trips: dict[str, Trip] = {}
         self.lends: dict[str, tuple[Trip, str]] = {}
+        self.leaving: dict[str, Leaving] = {}
         self.parked: list[Trip] = []
         self.suspects: list[Trip] = []
         self.on_trial: Trip | None = None
@@ -158,7 +159,8 @@ class Placing:
         for t in trip.party:
             self.unpin(t)
             t.slot.raise_epoch()
-            t.stage, t.at, t.target, t.fetch_end, t.fetched = Stage.PARKED, None, None, 0, []
+            t.stage, t.at, t.target, t.leaving = Stage.PARKED, None, None, False
+            t.fetch_end, t.fetched = 0, []
 
     def again(self, trip: Trip, error: KilatError) -> None:
         """A session must go on elsewhere, because of ``error``, with which it ends when that cannot be."""

@@ -1,5 +1,6 @@
 """One sample of a request on its way through workers: what the dispatcher keeps about it."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -21,7 +22,8 @@ class Trip:
 
     ``held``: has not started, and goes wherever sample 0 goes. ``at`` is the worker that has it (or will, once pages are lent), ``target``
     the one that will go on after the first token (None: no hand-over). ``lend``: id of the lend that is waited for. ``fetch_end``: tokens
-    whose pages the target has been told to fetch, ``fetched`` the moves of these that are over.
+    whose pages the target has been told to fetch, ``fetched`` the moves of these that are over. ``leaving``: it goes to its target as soon as
+    its pages are there, for its worker is to end.
     ``refused_until_s``: workers that could not take it, and when they may be asked again. ``n_deaths``: workers that died with it one after
     another, none of which got it a token further than ``mark``.
     """
@@ -36,6 +38,7 @@ class Trip:
     lend: str | None = None
     fetch_end: int = 0
     fetched: list[str] = field(default_factory=list)
+    leaving: bool = False
     n_tries: int = 0
     n_deaths: int = 0
     mark: int = 0
@@ -74,4 +77,16 @@ class Trip:
         """To this worker, with all that go with it."""
         for t in self.party:
             t.stage, t.at, t.target = Stage.GIVEN, worker_id, target
-            t.fetch_end, t.fetched, t.lend = 0, [], None
+            t.fetch_end, t.fetched, t.lend, t.leaving = 0, [], None, False
+
+
+@dataclass(slots=True)
+class Leaving:
+    """Sessions that leave one worker: those that wait, and those that move, with their epochs there. ``asked``: those of which the worker
+    has not said yet what pages they have."""
+
+    waiting: deque[Trip]
+    moving: dict[Trip, int] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
+    exported: bool = True
+    until_s: float = 0.0

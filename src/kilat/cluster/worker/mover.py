@@ -19,6 +19,7 @@ from kilat.policy.sched.moves import Arrived
 from kilat.wire.kv import Endpoint, KvLayout
 from kilat.wire.messages import (
     Adopt,
+    Announce,
     Export,
     Fetch,
     FromWorker,
@@ -135,6 +136,9 @@ class Mover:
             self._arrivals.fetch(message.session_id, message.offer, now_s)
         elif isinstance(message, Adopt):
             self._arrivals.adopt(message.record, message.offer, now_s)
+        elif isinstance(message, Announce):
+            for session_id in message.session_ids:
+                self._offers.announce(session_id, now_s)
         elif isinstance(message, Export):
             self._export(message.session_ids, now_s)
         elif isinstance(message, Lend):

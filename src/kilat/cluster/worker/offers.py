@@ -40,9 +40,19 @@ class Offers:
         self._told: dict[str, int] = {}
 
     def watch(self, session_id: str) -> None:
-        """Offer the full pages of this session's prompt as chunks of it are done."""
+        """Offer the full pages of this session as it fills them."""
         if self._board is not None:
             self._told[session_id] = 0
+
+    def announce(self, session_id: str, now_s: float) -> None:
+        """Offer the full pages that a session has, perhaps none, and from now on those that it fills. Unknown ids are ignored."""
+        try:
+            record = self._engine.export(session_id)
+        except NotFoundError:
+            return
+        self.watch(session_id)
+        if self._board is None or not self._announce(session_id, now_s):
+            self._tell(session_id, self._offer(_new_id(), record.epoch, [], (0, 0), []), None, now_s)
 
     def export(self, session_id: str) -> None:
         """Stop a session and offer it when nothing of it is in flight. Unknown ids are ignored."""
@@ -94,21 +104,23 @@ class Offers:
             self._board.shut(move.move_id)  # first, for after it nobody trusts these pages
         self._engine.unpin(move.pages)
 
-    def _announce(self, session_id: str, now_s: float) -> None:
+    def _announce(self, session_id: str, now_s: float) -> bool:
+        """Offer the full pages that were not offered yet; whether there were any."""
         try:
             n_tokens, pages = self._engine.computed(session_id)
         except NotFoundError:
             del self._told[session_id]
-            return
+            return False
         told, full = self._told[session_id], n_tokens // self._page_tokens
         if full <= told:
-            return
+            return False
         record = self._engine.export(session_id)
         self._engine.pin(pages[told:full])
         span = (told * self._page_tokens, full * self._page_tokens)
         offer = self._offer(_new_id(), record.epoch, pages[told:full], span, record.page_hashes[told:full])
         self._told[session_id] = full
         self._tell(session_id, offer, None, now_s)
+        return True
 
     def _leave(self, session_id: str, departed: Departed, now_s: float) -> None:
         """The last offer names all pages, those of chunks too: whoever adopts the session may be another than the one they were told to."""
