@@ -9,10 +9,14 @@ import zlib
 import numpy as np
 
 PIECE_BYTES = 4096
+_WORD = np.dtype("<u8")
+_PIECE_WORDS = PIECE_BYTES // _WORD.itemsize
 
 
 def page_checksum(page: np.ndarray) -> int:
     """32-bit checksum of a page, uint8 [page_bytes], contiguous; the same on every machine."""
     n = len(page) // PIECE_BYTES * PIECE_BYTES
-    sums = np.add.reduce(page[:n].view("<u8").reshape(-1, PIECE_BYTES // 8), axis=1)
-    return zlib.crc32(page[n:].data, zlib.crc32(sums.astype("<u8", copy=False).data))
+    whole = page if n == len(page) else page[:n]
+    sums = np.add.reduce(whole.view(_WORD).reshape(-1, _PIECE_WORDS), 1)
+    checksum = zlib.crc32(np.asarray(sums, _WORD).data)
+    return checksum if whole is page else zlib.crc32(page[n:].data, checksum)
