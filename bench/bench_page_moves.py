@@ -43,6 +43,8 @@ GOAL_FROM_BYTES = 256 << 10
 LIMIT_S = 60.0
 SECRET = b"of this measurement"
 RAW_PIECE_BYTES = 1 << 20
+POLL_S = 0.001
+"""Like a worker that has steps to do."""
 
 
 def make_pages(n: int, page_bytes: int, seed: int) -> Pages:
@@ -125,7 +127,7 @@ class Setup:
         until_s = time.monotonic() + LIMIT_S
         while not (done := transport.poll()):
             assert time.monotonic() < until_s, "a read did not end"
-            time.sleep(0.0002)
+            time.sleep(POLL_S)
         assert done[0].ok, done[0].why
 
     def raw_shm(self) -> None:
