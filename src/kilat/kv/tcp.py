@@ -15,6 +15,8 @@ from kilat.kv.transport import WITHDRAWN, Done, Pages, compare_layout, layout_di
 from kilat.wire.kv import Endpoint, Offer
 
 CONNECT_S = 5.0
+VERIFY_BYTES = 512 << 10
+"""Pages are verified while a core still has them in its cache."""
 
 
 class TcpAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -117,12 +119,18 @@ class _Peer:
                 raise PeerError("the peer sent another number of pages than it was asked for")
             if not into:
                 return ""
-            wire.receive([self._page(p) for p in into], job.left_s)
-            job.n_bytes += len(into) * self._page_bytes
-            for page, checksum in zip(into, reply.checksums):
+            self._receive(wire, job, into, reply.checksums)
+            at += len(into)
+
+    def _receive(self, wire: Wire, job: Job, into: Sequence[int], checksums: Sequence[int]) -> None:
+        n = max(1, VERIFY_BYTES // self._page_bytes)
+        for at in range(0, len(into), n):
+            pages = into[at : at + n]
+            wire.receive([self._page(p) for p in pages], job.left_s)
+            job.n_bytes += len(pages) * self._page_bytes
+            for page, checksum in zip(pages, checksums[at:]):
                 if page_checksum(self._memory[page]) != checksum:
                     raise PeerError("a page arrived damaged: its checksum is another")
-            at += len(into)
 
     def _dial(self, job: Job) -> Wire:
         address = self._address
