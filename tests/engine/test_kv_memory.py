@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kilat.base.errors import ConfigError
+from kilat.engine import kv_memory
 from kilat.engine.kv_memory import (
     CUDA_RESERVE_BYTES,
     Ledger,
@@ -52,6 +53,35 @@ def test_another_mapping_of_a_shared_pool_sees_the_pages():
         peer[at : at + 2] = b"\x00\x40"
     assert pages.kv[3, 0, 0, 0, 0, 0] == 2.0
     pages.close()
+
+
+def test_pauses_get_the_memory_of_a_shared_pool_from_the_system_and_change_nothing_in_it(monkeypatch):
+    monkeypatch.setattr(kv_memory, "TOUCH_BYTES", 1 << 20)
+    layout = page_layout(3, 16, 16, 64, torch.bfloat16, "m")
+    pages = PageMemory(layout, 25, CPU, shared=True)
+    pages.view[7] = 3
+    before = os.fstat(pages.fd).st_blocks * 512
+    n = 0
+    while pages.prepare():
+        n += 1
+    assert n == -(-pages.n_bytes // (1 << 20))
+    assert before < pages.n_bytes // 2 < pages.n_bytes <= os.fstat(pages.fd).st_blocks * 512
+    assert (pages.view[7] == 3).all() and not pages.view[[6, 8, 24]].any()
+    assert not pages.prepare()
+    pages.close()
+
+
+def test_pauses_leave_the_host_some_memory(monkeypatch):
+    host = SimpleNamespace(available=100 << 20, total=1000 << 20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
+    pages = PageMemory(LAYOUT, 5, CPU, shared=True)
+    assert not pages.prepare()
+    assert os.fstat(pages.fd).st_blocks == 0
+    pages.close()
+
+
+def test_pool_of_a_lone_worker_takes_memory_only_where_it_is_used():
+    assert not PageMemory(LAYOUT, 5, CPU).prepare()
 
 
 def test_a_closed_pool_is_no_longer_shared_but_still_there():

@@ -1,7 +1,11 @@
 """Owners in other processes that die, stop, lie or are somebody else."""
 
+import os
+import queue
 import signal
+import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import msgspec
@@ -13,7 +17,7 @@ from kilat.kv.shm import ShmAddress
 from kilat.kv.tcp import TcpAddress
 from kilat.wire.kv import Endpoint
 from tests.kv.conftest import End
-from tests.kv.pools import Owner, color, make_offer, wait
+from tests.kv.pools import LIMIT_S, Owner, color, make_offer, wait
 
 pytestmark = pytest.mark.cluster
 
@@ -137,6 +141,25 @@ def test_mapped_pages_of_a_stopped_or_dead_owner_are_still_right(
     e.transport.forget("a")
     read(e, [1, 2, 3])
     assert not wait(e.transport)[0].ok
+
+
+def test_pages_of_a_forgotten_owner_are_given_back_behind_the_callers_thread(
+    end: MakeEnd, owner: MakeOwner
+) -> None:
+    e = reader(end, owner(), "shm")
+    given_back = queue.SimpleQueue()
+    weakref.finalize(
+        e.transport._peers["a"].memory, lambda: given_back.put((threading.current_thread().name, nice()))
+    )
+    before = nice()
+    e.transport.forget("a")
+    assert given_back.get(timeout=LIMIT_S) == ("kv-unmap", 19)
+    assert nice() == before
+
+
+def nice() -> int:
+    """Of this thread."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 def test_dead_owner_cannot_be_mapped(end: MakeEnd, owner: MakeOwner) -> None:

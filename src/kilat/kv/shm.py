@@ -5,6 +5,7 @@ given to somebody else meanwhile: so the board's nonce and the file's inode are 
 """
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from kilat.kv.jobs import Job, Jobs, copy_pages
 from kilat.kv.mapping import host_id, map_file
 from kilat.kv.transport import Done, Pages, compare_layout, layout_digest
 from kilat.wire.kv import Endpoint, Offer
+
+NICE = 19
 
 
 class ShmAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -83,8 +86,10 @@ class ShmTransport:
         self._peers[worker_id] = _Peer(memory, PeerBoard(board, address.nonce))
 
     def forget(self, worker_id: str) -> None:
-        if self._peers.pop(worker_id, None) is not None:
+        if worker_id in self._peers:
+            last = [self._peers.pop(worker_id)]
             self._jobs.cancel_peer(worker_id)
+            threading.Thread(target=_unmap, args=(last,), name="kv-unmap", daemon=True).start()
 
     def read(self, offer: Offer, take: Sequence[int], into: Sequence[int], deadline_s: float) -> int:
         lane = self._lane if offer.owner in self._peers else None
@@ -105,3 +110,11 @@ class ShmTransport:
         if peer is None:
             raise PeerError(f"worker {job.offer.owner} is gone")
         copy_pages(job, peer.memory, self._pages.memory, lambda: peer.board.is_open(job.offer.move_id))
+
+
+def _unmap(last: list[_Peer]) -> None:
+    """Drop a mapping behind everything else that this process does: when its owner has ended, this frees all of the pool's memory, which
+    takes as long as some steps."""
+    if hasattr(os, "setpriority"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    last.clear()
