@@ -115,7 +115,7 @@ def test_steps_on_the_scratch_page_between_others_change_no_id(model):
         shape = next(shapes, None)
         if shape is not None:
             runner._send_scratch(shape)
-            assert len(runner.graphs._compute(shape)) == shape.rows
+            assert len(runner.graphs.compute(shape)) == shape.rows
     assert got == {k: list(v) for k, v in expected.items()}
     engine.close()
 

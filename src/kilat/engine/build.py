@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from kilat.base.errors import ConfigError
+from kilat.engine.compile_ahead import CompileAhead
 from kilat.engine.config import EngineConfig
 from kilat.engine.core import Engine, EngineInfo
 from kilat.engine.device_runner import DeviceLimits, DeviceRunner
@@ -101,7 +102,8 @@ def build_engine(
             choices.max_model_len,
             scratch_page=n_pages,
         )
-        runner = DeviceRunner(model, pages.kv, limits, sampler, matcher_of)
+        ahead = CompileAhead(config) if choices.kernels.name.startswith("triton") else None
+        runner = DeviceRunner(model, pages.kv, limits, sampler, matcher_of, ahead)
     else:
         runner = HostRunner(model, pages.kv, config.page_tokens, sampler, matcher_of, choices.depth)
     info = EngineInfo(

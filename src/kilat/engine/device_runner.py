@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kilat.engine.compile_ahead import CompileAhead
 from kilat.engine.graphs import (
     KV_BUCKETS,
     MIXED_KV_BUCKETS,
@@ -84,9 +85,15 @@ class DeviceRunner:
     """
 
     def __init__(
-        self, model: Model, kv: Tensor, limits: DeviceLimits, sampler: Sampler, matcher_of: MatcherOf | None
+        self,
+        model: Model,
+        kv: Tensor,
+        limits: DeviceLimits,
+        sampler: Sampler,
+        matcher_of: MatcherOf | None,
+        ahead: CompileAhead | None = None,
     ) -> None:
-        self.model, self.kv, self.limits = model, kv, limits
+        self.model, self.kv, self.limits, self.ahead = model, kv, limits, ahead
         self.sampler, self.matcher_of = sampler, matcher_of
         self._draw = sampler.kernels.draw
         self.model_s = 0.0
@@ -130,12 +137,20 @@ class DeviceRunner:
         return flying
 
     def prepare(self) -> bool:
-        """Capture one more shape that steps are likely to have (tens of milliseconds); False when there is nothing left to do. To be called
-        while no step is in flight."""
+        """Capture one more shape that steps are likely to have (tens of milliseconds); False when there is nothing to do, because all is
+        done or because kernels are still being compiled. To be called while no step is in flight."""
+        if self.ahead is not None and not self.ahead.done:
+            return False
         limits = self.limits
         shapes = likely_shapes(limits.max_rows, limits.max_tokens, limits.max_model_len)
         with torch.inference_mode():
             return self.graphs.capture_next(shapes, self._send_scratch)
+
+    @torch.inference_mode()
+    def compute(self, shape: Shape) -> None:
+        """Launch the kernels of a step of ``shape`` that touches no session."""
+        self._send_scratch(shape)
+        self.graphs.compute(shape)
 
     def _send_scratch(self, shape: Shape) -> None:
         """Inputs of a step that touches no session: all its tokens go to the scratch page."""
@@ -154,6 +169,8 @@ class DeviceRunner:
         self._buffer.send(shape)
 
     def close(self) -> None:
+        if self.ahead is not None:
+            self.ahead.close()
         if self.kv.device.type == "cuda":
             torch.cuda.synchronize()
         self.graphs.close()

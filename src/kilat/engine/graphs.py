@@ -17,13 +17,39 @@ from kilat.base.log import event, get_logger
 from kilat.ops.batch import StepBatch
 from kilat.ops.sample import Draws
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-MIXED_ROW_BUCKETS = (8, 32, 64, 128, 256, 512)
+ROW_BUCKETS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+    160,
+    192,
+    224,
+    256,
+    320,
+    384,
+    448,
+    512,
+    640,
+    768,
+    896,
+    1024,
+)
+MIXED_ROW_BUCKETS = (8, 32, 64, 128, 256, 512, 1024)
 TOKEN_BUCKETS = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 KV_BUCKETS = (2048, 16_384, 131_072, 1_048_576)
 MIXED_KV_BUCKETS = KV_BUCKETS[1:]
 """Steps with prompt chunks take longer than a wider page table does, and need fewer graphs so."""
 MOST_GRAPH_BYTES = 3 << 30
+ALIGNMENT = 4
+"""Ints by which every field begins: kernels are compiled anew for pointers that are not a multiple of 16 bytes."""
 _TOKEN_INTS = ("token_ids", "positions", "slots", "token_slot")
 _ROW_INTS = ("kv_len", "row_slot", "logits_at", "top_k")
 _ROW_FLOATS = ("temperature", "top_p", "min_p", "u")
@@ -65,8 +91,9 @@ class StepBuffer:
         self, max_tokens: int, max_rows: int, page_tokens: int, max_pages: int, device: torch.device
     ) -> None:
         self.max_rows, self.page_tokens, self.max_pages = max_rows, page_tokens, max_pages
-        size = max_tokens * len(_TOKEN_INTS)
-        size += max_rows * (len(_ROW_INTS) + len(_ROW_FLOATS) + 1 + max_pages) + 1
+        per_row = len(_ROW_INTS) + len(_ROW_FLOATS) + 1
+        n_fields = len(_TOKEN_INTS) + per_row
+        size = max_tokens * len(_TOKEN_INTS) + max_rows * (per_row + max_pages) + 1 + n_fields * ALIGNMENT
         pinned = device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
@@ -78,7 +105,7 @@ class StepBuffer:
         at, out = 0, []
         for name, length in (*names, ("row_start", shape.rows + 1)):
             out.append((name, at, length))
-            at += length
+            at += -(-length // ALIGNMENT) * ALIGNMENT
         return out, at
 
     def _width(self, shape: Shape) -> int:
@@ -144,9 +171,10 @@ class StepGraphs:
             return done[1]
         if shape.max_q_len == 1 or shape.tokens <= TOKEN_BUCKETS[-1]:
             self._met.add(shape)
-        return self._compute(shape)
+        return self.compute(shape)
 
-    def _compute(self, shape: Shape) -> Tensor:
+    def compute(self, shape: Shape) -> Tensor:
+        """:meth:`run` kernel by kernel."""
         f = self.buffer.device(shape)
         batch = StepBatch(
             token_ids=f["token_ids"],
@@ -172,7 +200,7 @@ class StepGraphs:
         if shape is None:
             return False
         fill(shape)
-        self._compute(shape)  # compiles what the capture then launches
+        self.compute(shape)  # compiles what the capture then launches
         self._capture(shape)
         return True
 
@@ -192,7 +220,7 @@ class StepGraphs:
         gc.disable()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                out = self._compute(shape)
+                out = self.compute(shape)
         except torch.cuda.OutOfMemoryError:
             self.capture = False
         finally:

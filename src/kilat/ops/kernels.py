@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kilat.ops import attention, fp8_linear, linear, rms_norm, rope_write, sample, silu_mul
@@ -122,3 +123,13 @@ def triton_set(why: str, *, exact: bool) -> Kernels:
     from kilat.ops.triton.kernels import triton_kernels
 
     return triton_kernels(why, exact=exact)
+
+
+def compiling_triton_set(*, exact: bool) -> Kernels:
+    """:func:`triton_set` for tensors on the meta device: from now on a launch in this process compiles its kernel into the machine's cache
+    and does nothing else."""
+    from kilat.ops.triton.kernels import triton_kernels
+    from kilat.ops.triton.launch import compile_only
+
+    compile_only()
+    return triton_kernels("compiling", exact=exact, device=torch.device("meta"))

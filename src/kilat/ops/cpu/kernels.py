@@ -186,9 +186,7 @@ class CpuOps:
         if self._library.kilat_linear_gather(
             self._context, w.data.handle, ids.data_ptr(), ids.shape[0], out.data_ptr()
         ):
-            raise EngineError(
-                f"a row id is outside the {w.shape[0]} rows of the weight, or it is not quantized"
-            )
+            raise EngineError(f"a row id is outside the {w.shape[0]} rows of the weight")
         return out
 
     def linear(self, x: Tensor, w: LinearWeight) -> Tensor:

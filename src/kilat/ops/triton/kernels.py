@@ -10,9 +10,10 @@ from kilat.ops.triton import fp8_linear, linear, rms_norm, rope_write, sample, s
 from kilat.ops.triton.attention import Attention
 
 
-def triton_kernels(why: str, *, exact: bool = False) -> Kernels:
-    """The set for the current CUDA device, to be used by one thread and stream. ``exact`` takes batch-invariant kernels throughout."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def triton_kernels(why: str, *, exact: bool = False, device: torch.device | None = None) -> Kernels:
+    """The set for the current CUDA device or ``device``, to be used by one thread and stream. ``exact`` takes batch-invariant kernels
+    throughout."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     attention = Attention(device, exact=exact)
     plain = Kernels(
         name="triton-exact" if exact else "triton",
