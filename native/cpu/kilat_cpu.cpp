@@ -4,10 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include <atomic>
 #include <new>
 
 #include "context.h"
+#include "pack.h"
 
 using namespace kilat;
 
@@ -56,97 +56,28 @@ const Table *table_of(int isa) {
   }
 }
 
-struct PackJob {
-  const Linear *w;
-  const char *weight;
-  int64_t stride;
+// Bytes that a thread touches at a time: pages of the system are no larger, so that none is cleared by two threads.
+const int64_t kTouched = 2 << 20;
+
+struct TouchJob {
+  char *memory;
+  int64_t bytes;
 };
 
-// One panel. A pair of bf16 is moved as 4 bytes.
-void pack_unit(void *raw, int unit, int) {
-  const PackJob &job = *static_cast<const PackJob *>(raw);
-  const Linear &w = *job.w;
-  uint32_t *out = reinterpret_cast<uint32_t *>(w.data + unit * w.panel_bytes);
-  for (int c = 0; c < PANEL; c++) {
-    int64_t column = int64_t(unit) * PANEL + c;
-    if (column >= w.n) {
-      for (int64_t s = 0; s < w.steps; s++) out[s * PANEL + c] = 0;
-      continue;
-    }
-    int64_t element = w.dtype == KILAT_F32 ? 4 : 2;
-    const char *row = job.weight + column * job.stride * element;
-    int64_t whole = w.k * element / 4;
-    for (int64_t s = 0; s < whole; s++) memcpy(&out[s * PANEL + c], row + s * 4, 4);
-    if (whole < w.steps) {
-      uint16_t last;
-      memcpy(&last, row + whole * 4, 2);
-      out[whole * PANEL + c] = last;
-    }
-  }
+void touch_unit(void *raw, int unit, int) {
+  const TouchJob &job = *static_cast<const TouchJob *>(raw);
+  int64_t begin = unit * kTouched, end = begin + kTouched < job.bytes ? begin + kTouched : job.bytes;
+  for (int64_t i = begin; i < end; i += 4096) static_cast<volatile char *>(job.memory)[i] = 0;
 }
 
-struct RowsJob {
-  Context *c;
-  const Linear *w;
-  kilat_rows_fn rows;
-  void *user;
-  std::atomic<bool> failed;
+struct Rows {
+  const char *first;
+  int64_t bytes;
 };
 
-// One panel, in squares of 32 that stay in the nearest cache.
-void pack_rows_unit(void *raw, int unit, int worker) {
-  RowsJob &job = *static_cast<RowsJob *>(raw);
-  const Linear &w = *job.w;
-  int64_t element = w.dtype == KILAT_F32 ? 4 : 2, row_bytes = w.k * element, first = int64_t(unit) * PANEL;
-  int64_t count = w.n - first < PANEL ? w.n - first : int64_t(PANEL), whole = row_bytes / 4;
-  char *rows = static_cast<char *>(scratch_get(&job.c->worker[worker], size_t(PANEL * row_bytes + 4)));
-  if (!rows) {
-    job.failed = true;
-    return;
-  }
-  job.rows(job.user, first, count, rows);
-  uint32_t *out = reinterpret_cast<uint32_t *>(w.data + unit * w.panel_bytes);
-  if (count < PANEL) memset(out, 0, size_t(w.panel_bytes));
-  for (int64_t s = 0; s < whole; s += PANEL) {
-    int64_t end = s + PANEL < whole ? s + PANEL : whole;
-    for (int64_t c = 0; c < count; c++)
-      for (int64_t i = s; i < end; i++) memcpy(&out[i * PANEL + c], rows + c * row_bytes + i * 4, 4);
-  }
-  for (int64_t c = 0; whole < w.steps && c < count; c++) {
-    uint16_t last;
-    memcpy(&last, rows + c * row_bytes + whole * 4, 2);
-    out[whole * PANEL + c] = last;
-  }
-}
-
-float bias_at(const void *bias, int dtype, int64_t i) {
-  float x;
-  if (dtype == KILAT_F32) {
-    memcpy(&x, static_cast<const char *>(bias) + i * 4, 4);
-  } else {
-    uint16_t half;
-    memcpy(&half, static_cast<const char *>(bias) + i * 2, 2);
-    uint32_t whole = uint32_t(half) << 16;
-    memcpy(&x, &whole, 4);
-  }
-  return x;
-}
-
-void lay_out(Linear *w, int dtype, int64_t n, int64_t k, bool bias) {
-  w->dtype = dtype;
-  w->n_parts = 0;
-  w->n = n;
-  w->k = k;
-  w->steps = dtype == KILAT_F32 ? k : (k + 1) / 2;
-  w->panels = (n + PANEL - 1) / PANEL;
-  w->panel_bytes = w->steps * PANEL * 4;
-  w->bytes = w->panels * w->panel_bytes + (bias ? w->panels * PANEL * 4 : 0);
-}
-
-void place(Linear *w, int dtype, char *memory, const void *bias) {
-  w->data = memory;
-  w->bias = bias ? reinterpret_cast<float *>(memory + w->panels * w->panel_bytes) : nullptr;
-  for (int64_t i = 0; bias && i < w->panels * PANEL; i++) w->bias[i] = i < w->n ? bias_at(bias, dtype, i) : 0.0f;
+const void *row_of(void *user, int64_t row, void *) {
+  const Rows &rows = *static_cast<const Rows *>(user);
+  return rows.first + row * rows.bytes;
 }
 
 bool touch(Scratch *s, int64_t bytes) {
@@ -228,6 +159,12 @@ int kilat_cpu_reserve(kilat_cpu *cpu, const kilat_most *most) {
   return touch(&c.shared, shared) ? 0 : -1;
 }
 
+void kilat_cpu_touch(kilat_cpu *cpu, void *memory, int64_t bytes) {
+  Hold hold(cpu);
+  TouchJob job = {static_cast<char *>(memory), bytes};
+  pool_run(cpu->context.pool, int((bytes + kTouched - 1) / kTouched), touch_unit, &job);
+}
+
 int64_t kilat_cpu_scratch_bytes(const kilat_cpu *cpu) {
   int64_t bytes = int64_t(cpu->context.shared.bytes);
   for (int i = 0; i < cpu->context.threads; i++) bytes += int64_t(cpu->context.worker[i].bytes);
@@ -239,36 +176,36 @@ kilat_linear *kilat_linear_pack(kilat_cpu *cpu, int dtype, const void *weight, i
   kilat_linear *out = new (std::nothrow) kilat_linear;
   if (!out) return nullptr;
   Linear &w = out->linear;
-  lay_out(&w, dtype, n, k, bias != nullptr);
+  plain_plan(&w, dtype, n, k, bias != nullptr);
   Hold hold(cpu);
   out->memory = arena_get(&cpu->context.arena, w.bytes);
   if (!out->memory.data) {
     delete out;
     return nullptr;
   }
-  place(&w, dtype, out->memory.data, bias);
-  PackJob job = {&w, static_cast<const char *>(weight), stride};
-  pool_run(cpu->context.pool, int(w.panels), pack_unit, &job);
-  return out;
+  plain_place(&w, out->memory.data, bias);
+  Rows rows = {static_cast<const char *>(weight), stride * (dtype == KILAT_F32 ? 4 : 2)};
+  if (plain_fill(&cpu->context, &w, row_of, &rows)) return out;
+  arena_put(out->memory);
+  delete out;
+  return nullptr;
 }
 
 int64_t kilat_linear_size(int dtype, int64_t n, int64_t k, int has_bias) {
   Linear w;
-  lay_out(&w, dtype, n, k, has_bias != 0);
+  plain_plan(&w, dtype, n, k, has_bias != 0);
   return w.bytes;
 }
 
-kilat_linear *kilat_linear_pack_rows(kilat_cpu *cpu, int dtype, int64_t n, int64_t k, kilat_rows_fn rows, void *user,
+kilat_linear *kilat_linear_pack_rows(kilat_cpu *cpu, int dtype, int64_t n, int64_t k, kilat_row_fn row, void *user,
                                      const void *bias, void *memory) {
   kilat_linear *out = new (std::nothrow) kilat_linear;
   if (!out) return nullptr;
-  lay_out(&out->linear, dtype, n, k, bias != nullptr);
-  place(&out->linear, dtype, static_cast<char *>(memory), bias);
+  plain_plan(&out->linear, dtype, n, k, bias != nullptr);
+  plain_place(&out->linear, static_cast<char *>(memory), bias);
   out->memory = {nullptr, nullptr};
   Hold hold(cpu);
-  RowsJob job = {&cpu->context, &out->linear, rows, user, {false}};
-  pool_run(cpu->context.pool, int(out->linear.panels), pack_rows_unit, &job);
-  if (!job.failed) return out;
+  if (plain_fill(&cpu->context, &out->linear, row, user)) return out;
   delete out;
   return nullptr;
 }
@@ -315,8 +252,12 @@ kilat_linear *kilat_linear_pack_quant(kilat_cpu *cpu, const kilat_blocks *parts,
 }
 
 int kilat_linear_gather(kilat_cpu *cpu, const kilat_linear *w, const int32_t *ids, int64_t rows, void *out) {
+  for (int64_t r = 0; r < rows; r++)
+    if (ids[r] < 0 || ids[r] >= w->linear.n) return -1;
   Hold hold(cpu);
-  return quant_gather(cpu->context.pool, &w->linear, ids, rows, static_cast<bf16 *>(out)) ? 0 : -1;
+  if (w->linear.n_parts == 0) plain_gather(cpu->context.pool, &w->linear, ids, rows, out);
+  else quant_gather(cpu->context.pool, &w->linear, ids, rows, static_cast<bf16 *>(out));
+  return 0;
 }
 
 int kilat_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x, int64_t stride, int64_t rows, void *out) {

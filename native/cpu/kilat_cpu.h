@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define KILAT_CPU_ABI 4
+#define KILAT_CPU_ABI 5
 
 #if defined(__GNUC__)
 #define KILAT_API __attribute__((visibility("default")))
@@ -67,6 +67,10 @@ typedef struct kilat_most {
 /* Take and touch all scratch memory that such calls need, so that they allocate nothing. Returns 0, or -1 when memory is exhausted. */
 KILAT_API int kilat_cpu_reserve(kilat_cpu *cpu, const kilat_most *most);
 
+/* Write a zero into every page of `memory`, with all threads: fresh memory of the system is then there. `memory` is of `bytes` bytes and
+ * starts at a page. */
+KILAT_API void kilat_cpu_touch(kilat_cpu *cpu, void *memory, int64_t bytes);
+
 /* Bytes of scratch memory now. */
 KILAT_API int64_t kilat_cpu_scratch_bytes(const kilat_cpu *cpu);
 
@@ -78,15 +82,16 @@ KILAT_API void kilat_cpu_destroy(kilat_cpu *cpu);
 KILAT_API kilat_linear *kilat_linear_pack(kilat_cpu *cpu, int dtype, const void *weight, int64_t stride, int64_t n, int64_t k,
                                 const void *bias);
 
-/* Writes rows first .. first + count - 1 of a weight into out [count, k] contiguous. Called from several threads at once. */
-typedef void (*kilat_rows_fn)(void *user, int64_t first, int64_t count, void *out);
+/* Where row `row` of a weight is, k elements: anywhere, or in `room` where it has been made. Valid until this thread asks for a row of
+ * another panel. Called from several threads at once. */
+typedef const void *(*kilat_row_fn)(void *user, int64_t row, void *room);
 
 /* Bytes of a packed weight [n, k], a multiple of 64. */
 KILAT_API int64_t kilat_linear_size(int dtype, int64_t n, int64_t k, int has_bias);
 
-/* As kilat_linear_pack, with rows that are made as they are needed and into `memory`, which is the caller's: 64-byte aligned, of
+/* As kilat_linear_pack, with rows that are asked for as they are needed and into `memory`, which is the caller's: 64-byte aligned, of
  * kilat_linear_size bytes, to be kept until kilat_linear_free. */
-KILAT_API kilat_linear *kilat_linear_pack_rows(kilat_cpu *cpu, int dtype, int64_t n, int64_t k, kilat_rows_fn rows, void *user,
+KILAT_API kilat_linear *kilat_linear_pack_rows(kilat_cpu *cpu, int dtype, int64_t n, int64_t k, kilat_row_fn row, void *user,
                                                const void *bias, void *memory);
 KILAT_API void kilat_linear_free(kilat_linear *w);
 KILAT_API int64_t kilat_linear_bytes(const kilat_linear *w);
@@ -120,8 +125,8 @@ KILAT_API kilat_linear *kilat_linear_pack_quant(kilat_cpu *cpu, const kilat_bloc
 /* Bytes of such a weight, a multiple of 64; 0 where packing it would be refused. The data of `parts` is not read. */
 KILAT_API int64_t kilat_linear_quant_size(const kilat_blocks *parts, int n_parts, int64_t k, int has_bias);
 
-/* out [rows, k] contiguous = rows ids[r] of a quantized weight in bf16, each value rounded once. Returns 0, or -1 if the weight is not
- * quantized or an id is outside it. */
+/* out [rows, k] contiguous = rows ids[r] of a packed weight in the dtype that products with it have; quantized values are rounded once.
+ * Returns 0, or -1 if an id is outside the weight. */
 KILAT_API int kilat_linear_gather(kilat_cpu *cpu, const kilat_linear *w, const int32_t *ids, int64_t rows, void *out);
 
 /* out [rows, n] contiguous = x [rows, k] (row stride `stride`) times weight^T plus bias; fp32 sums, one rounding at the end.

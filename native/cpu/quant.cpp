@@ -9,7 +9,10 @@ namespace kilat {
 
 namespace {
 
-const QuantType kTypes[] = {
+// What packs is inlined into a copy for each format.
+#define INLINE inline __attribute__((always_inline))
+
+constexpr QuantType kTypes[] = {
     {2, 32, 18, 4, 3, PLAIN},       // Q4_0
     {3, 32, 20, 4, 0, WITH_MIN},    // Q4_1
     {6, 32, 22, 5, 4, PLAIN},       // Q5_0
@@ -27,21 +30,21 @@ struct Block {
   uint8_t scale[16], scale_min[16];  // of a group (K_MIN) or half of one (K_HALVES, signed)
 };
 
-uint16_t half_at(const uint8_t *p) {
+INLINE uint16_t half_at(const uint8_t *p) {
   uint16_t h;
   memcpy(&h, p, 2);
   return h;
 }
 
 // 32 nibbles: the low halves of 16 bytes, then the high ones.
-void read_nibbles(const uint8_t *p, uint8_t *q) {
+INLINE void read_nibbles(const uint8_t *p, uint8_t *q) {
   for (int i = 0; i < 16; i++) {
     q[i] = p[i] & 15;
     q[i + 16] = p[i] >> 4;
   }
 }
 
-void read_small(const QuantType &t, const uint8_t *p, Block *b) {
+INLINE void read_small(const QuantType &t, const uint8_t *p, Block *b) {
   b->d = half_at(p);
   p += 2;
   if (t.scales == WITH_MIN) {
@@ -61,7 +64,7 @@ void read_small(const QuantType &t, const uint8_t *p, Block *b) {
   for (int i = 0; i < 32; i++) b->q[i] = uint8_t(b->q[i] | (high >> i & 1) << 4);
 }
 
-void read_k_min(const QuantType &t, const uint8_t *p, Block *b) {
+INLINE void read_k_min(const QuantType &t, const uint8_t *p, Block *b) {
   b->d = half_at(p);
   b->min = half_at(p + 2);
   const uint8_t *s = p + 4, *high = p + 16, *low = t.bits == 5 ? p + 48 : p + 16;
@@ -78,7 +81,7 @@ void read_k_min(const QuantType &t, const uint8_t *p, Block *b) {
   }
 }
 
-void read_k_halves(const uint8_t *p, Block *b) {
+INLINE void read_k_halves(const uint8_t *p, Block *b) {
   const uint8_t *low = p, *high = p + 128;
   memcpy(b->scale, p + 192, 16);
   b->d = half_at(p + 208);
@@ -89,31 +92,45 @@ void read_k_halves(const uint8_t *p, Block *b) {
   }
 }
 
-void read_block(const QuantType &t, const uint8_t *p, Block *b) {
+INLINE void read_block(const QuantType &t, const uint8_t *p, Block *b) {
   if (t.scales == K_MIN) read_k_min(t, p, b);
   else if (t.scales == K_HALVES) read_k_halves(p, b);
   else read_small(t, p, b);
 }
 
-void put_half(char *plane, int column, uint16_t h) { memcpy(plane + column * 2, &h, 2); }
+INLINE void put_half(char *plane, int column, uint16_t h) { memcpy(plane + column * 2, &h, 2); }
 uint16_t get_half(const char *plane, int column) {
   uint16_t h;
   memcpy(&h, plane + column * 2, 2);
   return h;
 }
 
-// 32 quants of one column into, or out of, the planes of a group. The planes are zero before.
-void put_quants(const QuantType &t, char *planes, int column, const uint8_t *q) {
-  uint8_t *lane = reinterpret_cast<uint8_t *>(planes) + column * 4;
-  for (int i = 0; i < GROUP; i++) {
-    int s = i / 4, byte = i % 4;
-    if (t.bits == 8) {
-      lane[s * PLANE + byte] = q[i];
-      continue;
-    }
-    lane[s / 2 * PLANE + byte] |= uint8_t((q[i] & 15) << (s % 2 * 4));
-    if (t.bits == 5) lane[4 * PLANE + byte] |= uint8_t(q[i] >> 4 << s);
-    if (t.bits == 6) lane[(4 + s / 4) * PLANE + byte] |= uint8_t(q[i] >> 4 << (s % 4 * 2));
+// The quants of a step: four inputs, a byte each.
+INLINE uint32_t step_at(const uint8_t *q, int step) {
+  uint32_t four;
+  memcpy(&four, q + step * 4, 4);
+  return four;
+}
+
+// 32 quants of one column into, or out of, the planes of a group.
+INLINE void put_quants(const QuantType &t, char *planes, int column, const uint8_t *q) {
+  char *lane = planes + column * 4;
+  auto put = [lane](int plane, uint32_t four) { memcpy(lane + plane * PLANE, &four, 4); };
+  if (t.bits == 8) {
+#pragma GCC unroll 8
+    for (int s = 0; s < GROUP_STEPS; s++) put(s, step_at(q, s));
+    return;
+  }
+#pragma GCC unroll 8
+  for (int p = 0; p < 4; p++) put(p, (step_at(q, 2 * p) & 0x0f0f0f0f) | (step_at(q, 2 * p + 1) & 0x0f0f0f0f) << 4);
+  const int high_bits = t.bits - 4, steps_a_plane = GROUP_STEPS / (high_bits ? high_bits : 1);
+  const uint32_t mask = high_bits == 1 ? 0x01010101 : 0x03030303;
+#pragma GCC unroll 8
+  for (int p = 0; p < high_bits; p++) {
+    uint32_t high = 0;
+#pragma GCC unroll 8
+    for (int i = 0; i < steps_a_plane; i++) high |= (step_at(q, p * steps_a_plane + i) >> 4 & mask) << (i * high_bits);
+    put(4 + p, high);
   }
 }
 
@@ -132,7 +149,7 @@ void get_quants(const QuantType &t, const char *planes, int column, uint8_t *q) 
   }
 }
 
-void put_block(const QuantType &t, char *at, int column, const Block &b) {
+INLINE void put_block(const QuantType &t, char *at, int column, const Block &b) {
   int header = header_bytes_of(t.scales), scales = scale_bytes_of(t.scales);
   if (header) put_half(at, column, b.d);
   if (t.scales == K_MIN) put_half(at + 2 * PANEL, column, b.min);
@@ -155,7 +172,7 @@ void put_block(const QuantType &t, char *at, int column, const Block &b) {
 }
 
 // Bytes that one block of each column takes in a panel.
-int64_t packed_block_bytes(const QuantType &t) {
+constexpr int64_t packed_block_bytes(const QuantType &t) {
   return header_bytes_of(t.scales) + t.values / GROUP * (scale_bytes_of(t.scales) + quant_bytes_of(t.bits));
 }
 
@@ -214,6 +231,19 @@ int part_of_panel(const Linear &w, int64_t panel) {
   return i;
 }
 
+// One panel of format TYPE of the table.
+template <int TYPE>
+void fill_blocks(const uint8_t *rows, int64_t row_bytes, int columns, int64_t blocks, char *out) {
+  constexpr const QuantType &t = kTypes[TYPE];
+  for (int64_t b = 0; b < blocks; b++, out += packed_block_bytes(t))
+    for (int c = 0; c < columns; c++) {
+      Block block;
+      read_block(t, rows + c * row_bytes + b * t.block_bytes, &block);
+      put_block(t, out, c, block);
+    }
+}
+typedef void FillBlocks(const uint8_t *rows, int64_t row_bytes, int columns, int64_t blocks, char *out);
+
 void fill_panel(const FillJob &job, int64_t panel) {
   int index = part_of_panel(*job.w, panel);
   const QuantPart &part = job.w->parts[index];
@@ -221,16 +251,12 @@ void fill_panel(const FillJob &job, int64_t panel) {
   const kilat_blocks &from = job.parts[index];
   panel -= part.first_panel;
   char *out = part.data + panel * part.panel_bytes;
-  memset(out, 0, size_t(part.panel_bytes));
-  int64_t blocks = job.w->k / t.values, step = packed_block_bytes(t);
-  for (int c = 0; c < PANEL && panel * PANEL + c < part.n; c++) {
-    const uint8_t *row = static_cast<const uint8_t *>(from.data) + (panel * PANEL + c) * from.row_bytes;
-    for (int64_t b = 0; b < blocks; b++) {
-      Block block = {};
-      read_block(t, row + b * t.block_bytes, &block);
-      put_block(t, out + b * step, c, block);
-    }
-  }
+  const uint8_t *rows = static_cast<const uint8_t *>(from.data) + panel * PANEL * from.row_bytes;
+  const int columns = part.n - panel * PANEL < PANEL ? int(part.n - panel * PANEL) : PANEL;
+  if (columns < PANEL) memset(out, 0, size_t(part.panel_bytes));
+  FillBlocks *const fills[] = {fill_blocks<0>, fill_blocks<1>, fill_blocks<2>, fill_blocks<3>,
+                               fill_blocks<4>, fill_blocks<5>, fill_blocks<6>, fill_blocks<7>};
+  fills[&t - kTypes](rows, from.row_bytes, columns, job.w->k / t.values, out);
 }
 
 void fill_unit(void *raw, int unit, int) {
@@ -318,13 +344,9 @@ void quant_fill(Pool *pool, Linear *w, const kilat_blocks *parts, bool bias, cha
   pool_run(pool, int((w->panels + kPanelsAUnit - 1) / kPanelsAUnit), fill_unit, &job);
 }
 
-bool quant_gather(Pool *pool, const Linear *w, const int32_t *ids, int64_t rows, bf16 *out) {
-  if (w->n_parts == 0) return false;
-  for (int64_t r = 0; r < rows; r++)
-    if (ids[r] < 0 || ids[r] >= w->n) return false;
+void quant_gather(Pool *pool, const Linear *w, const int32_t *ids, int64_t rows, bf16 *out) {
   GatherJob job = {w, ids, rows, out};
   pool_run(pool, int((rows + kRowsAUnit - 1) / kRowsAUnit), gather_unit, &job);
-  return true;
 }
 
 }  // namespace kilat

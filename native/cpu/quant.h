@@ -59,7 +59,7 @@ int64_t quant_bias_floats(const Linear &w);
 // Take `memory` of w->bytes and write the panels there; the bias is left to the caller.
 void quant_fill(Pool *pool, Linear *w, const kilat_blocks *parts, bool bias, char *memory);
 
-// See kilat_linear_gather.
-bool quant_gather(Pool *pool, const Linear *w, const int32_t *ids, int64_t rows, bf16 *out);
+// out [rows, k] = rows ids[r], each value rounded once; they are there.
+void quant_gather(Pool *pool, const Linear *w, const int32_t *ids, int64_t rows, bf16 *out);
 
 }  // namespace kilat

@@ -313,10 +313,12 @@ int session_create(Model *m, int64_t context, int64_t flags, Session **out, kila
     std::lock_guard<std::mutex> lock(m->reserving);
     reserved = kilat_cpu_reserve(m->owner.cpu, &most) == 0;
   }
-  if (!reserved || !s->region.open(bytes, true))
+  if (!reserved || !s->region.open(bytes))
     return kilat_fail(f, KILAT_NO_MEMORY,
                       "a session of %lld tokens needs %lld bytes of memory, which the system does not give: use a smaller context",
                       static_cast<long long>(context), static_cast<long long>(bytes));
+  // now, so that no later write waits for the system, and so that a lack of memory shows here
+  kilat_cpu_touch(m->owner.cpu, s->region.data(), s->region.bytes());
   cut(s.get(), &s->region, keep_layers);
   kilat_rope_table(&d, context, s->cos_sin);
   *out = s.release();

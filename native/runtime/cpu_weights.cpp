@@ -36,17 +36,15 @@ int64_t stored_row(const kilat_tensor &t, int64_t count, int64_t r) {
   return head * dim + within % half * 2 + within / half;
 }
 
-void rows_of_stack(void *user, int64_t first, int64_t count, void *out) {
+const void *row_of_stack(void *user, int64_t r, void *room) {
   const Stack &s = *static_cast<const Stack *>(user);
-  char *to = static_cast<char *>(out);
   int part = 0;
-  int64_t before = 0;
-  for (int64_t r = first; r < first + count; r++, to += s.cols() * element_bytes(s.dtype)) {
-    while (r - before >= s.parts[part]->rows) before += s.parts[part++]->rows;
-    const kilat_tensor &t = *s.parts[part];
-    const char *row = static_cast<const char *>(t.data) + stored_row(t, t.rows, r - before) * t.row_bytes;
-    convert_row(t.type, row, t.cols, s.dtype, to);
-  }
+  while (r >= s.parts[part]->rows) r -= s.parts[part++]->rows;
+  const kilat_tensor &t = *s.parts[part];
+  const char *row = static_cast<const char *>(t.data) + stored_row(t, t.rows, r) * t.row_bytes;
+  if (t.type == (s.dtype == KILAT_F32 ? KILAT_TYPE_F32 : KILAT_TYPE_BF16)) return row;
+  convert_row(t.type, row, t.cols, s.dtype, room);
+  return room;
 }
 
 // A bias or a norm, in the order of the package's checkpoints.
@@ -91,7 +89,7 @@ class Loader {
     w_.layers.resize(size_t(d_.n_layers));
     walk();
     int64_t total = w_.linear_bytes + w_.embedding_bytes + w_.small_bytes;
-    if (!w_.region.open(total, false))
+    if (!w_.region.open(total))
       fail(KILAT_NO_MEMORY, "the weights need %lld bytes of memory, which the system does not give", static_cast<long long>(total));
     w_.linear_bytes = w_.embedding_bytes = w_.small_bytes = 0;
     filling_ = true;
@@ -113,7 +111,7 @@ class Loader {
   }
 
   void walk() {
-    w_.gather_head = d_.tied && stays(Stack({&d_.embedding}, dtype_));
+    w_.gather_head = d_.tied;
     if (!w_.gather_head) embedding();
     for (int64_t i = 0; i < d_.n_layers; i++) {
       const kilat_layer_desc &l = d_.layers[i];
@@ -180,7 +178,7 @@ class Loader {
     void *memory = w_.region.take(bytes);
     if (blocks) parts.put_in_order(weight);
     kilat_linear *out = blocks ? kilat_linear_pack_quant(cpu_, parts.parts, weight.n, weight.cols(), b, memory)
-                               : kilat_linear_pack_rows(cpu_, dtype_, weight.rows(), weight.cols(), rows_of_stack,
+                               : kilat_linear_pack_rows(cpu_, dtype_, weight.rows(), weight.cols(), row_of_stack,
                                                         const_cast<Stack *>(&weight), b, memory);
     if (!out) fail(KILAT_NO_MEMORY, "no memory to pack the weights");
     return out;

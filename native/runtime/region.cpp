@@ -1,11 +1,6 @@
 #include "region.h"
 
-#include <string.h>
 #include <sys/mman.h>
-
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
 
 namespace kilat {
 
@@ -17,7 +12,7 @@ Region::~Region() {
   if (map_) munmap(map_, map_bytes_);
 }
 
-bool Region::open(int64_t bytes, bool touch) {
+bool Region::open(int64_t bytes) {
   bytes_ = (bytes + kPage - 1) / kPage * kPage;
   map_bytes_ = size_t(bytes_ + kHugePage);
   void *map = mmap(nullptr, map_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -27,9 +22,6 @@ bool Region::open(int64_t bytes, bool touch) {
 #ifdef MADV_HUGEPAGE
   madvise(data_, size_t(bytes_), MADV_HUGEPAGE);  // advice only: failing costs speed, not correctness
 #endif
-  // Touched at once, so that no later write waits for the system, and so that a lack of memory shows now where it can be told.
-  if (touch && bytes_ > 0 && madvise(data_, size_t(bytes_), MADV_POPULATE_WRITE) != 0)
-    for (int64_t i = 0; i < bytes_; i += kPage) static_cast<volatile char *>(data_)[i] = 0;
   return true;
 }
 

@@ -1,4 +1,4 @@
-// One piece of private memory for everything that an owner will ever need: sized first, then touched, then cut up.
+// One piece of private memory for everything that an owner will ever need: sized first, then mapped, then cut up.
 #pragma once
 
 #include <stddef.h>
@@ -12,8 +12,9 @@ class Region {
   Region(const Region &) = delete;
   ~Region();
 
-  // Map and touch `bytes` (huge pages where the system gives them). false when memory is exhausted.
-  bool open(int64_t bytes, bool touch);
+  // Map `bytes`, in huge pages where the system gives them; false when memory is exhausted. They are there once they are touched.
+  bool open(int64_t bytes);
+  char *data() { return data_; }
   // The next `bytes`, 64-byte aligned. The sum of all sizes, each rounded up by room(), may not exceed what was opened.
   void *take(int64_t bytes);
   int64_t bytes() const { return bytes_; }
