@@ -7,6 +7,7 @@ steps that wrote them are finished on the device. Pools may lie on different dev
 
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from kilat.wire.kv import Endpoint, KvLayout, Offer
 
 BATCH_BYTES = 256 << 20
 """Bytes of one launch: about a tenth of a millisecond on the device between two looks at cancel and deadline."""
+AHEAD = 2
+"""Launches that wait behind the one that runs, so that the device never waits for this process."""
 POLL_S = 0.00005
 
 
@@ -47,9 +50,30 @@ class CudaAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     layout: bytes
 
 
+class _Rows:
+    """Pages of a pool, each a tensor int64 [page_bytes / 8] that is made once: making one costs the host more than the device takes to
+    copy it."""
+
+    def __init__(self, words: Tensor) -> None:
+        self._words = words
+        self._rows: list[Tensor | None] = [None] * len(words)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, pages: Sequence[int]) -> list[Tensor]:
+        return [self._row(p) for p in pages]
+
+    def _row(self, page: int) -> Tensor:
+        row = self._rows[page]
+        if row is None:
+            row = self._rows[page] = self._words[page]
+        return row
+
+
 @dataclass(frozen=True)
 class _Peer:
-    words: Tensor
+    rows: _Rows
     board: PeerBoard
 
 
@@ -73,7 +97,7 @@ class CudaIpcTransport:
             )
         self._layout = layout
         self._view = view
-        self._words = view.view(torch.int64)
+        self._rows = _Rows(view.view(torch.int64))
         self._endpoint = self._describe(board, board.fd)
         self._peers: dict[str, _Peer] = {}
         self._stream = torch.cuda.Stream(view.device)
@@ -121,7 +145,7 @@ class CudaIpcTransport:
         except (OSError, ValueError, RuntimeError) as e:
             raise PeerError(f"the pages of worker {worker_id} cannot be mapped ({type(e).__name__})") from e
         self.forget(worker_id)
-        self._peers[worker_id] = _Peer(words, board)
+        self._peers[worker_id] = _Peer(_Rows(words), board)
 
     def _open(self, a: CudaAddress) -> Tensor:
         """The peer's pool, int64 [n_pages, page_bytes / 8], in this process's address space."""
@@ -168,31 +192,43 @@ class CudaIpcTransport:
         peer = self._peers.get(job.offer.owner)
         if peer is None:
             raise PeerError(f"worker {job.offer.owner} is gone")
-        if not all(0 <= p < len(peer.words) for p in job.pages):
+        if not all(0 <= p < len(peer.rows) for p in job.pages):
             raise PeerError("the offer names a page that its owner's pool does not have")
         if not peer.board.is_open(job.offer.move_id):
             raise PeerError(WITHDRAWN)
         n = max(1, BATCH_BYTES // self._layout.page_bytes)
-        for at in range(0, len(job.pages), n):
-            job.left_s()
-            self._launch(peer.words, job.pages[at : at + n], job.into[at : at + n])
-            job.n_bytes += len(job.pages[at : at + n]) * self._layout.page_bytes
+        flying: deque[torch.cuda.Event] = deque()
+        try:
+            for at in range(0, len(job.pages), n):
+                job.left_s()
+                into = job.into[at : at + n]
+                flying.append(self._launch(peer.rows.take(job.pages[at : at + n]), self._rows.take(into)))
+                job.n_bytes += len(into) * self._layout.page_bytes
+                if len(flying) > AHEAD:
+                    _await(flying.popleft())
+        finally:
+            while flying:
+                _await(flying.popleft())
         if not peer.board.is_open(job.offer.move_id):
             raise PeerError(WITHDRAWN)
 
-    def _launch(self, source: Tensor, pages: Sequence[int], into: Sequence[int]) -> None:
-        """Copy some pages and wait for the device: one kernel for all of them where both pools are on one device."""
+    def _launch(self, source: list[Tensor], into: list[Tensor]) -> torch.cuda.Event:
+        """Let the device copy some pages, with few kernels where both pools are on one device. The event says when it has."""
         with torch.cuda.device(self._view.device), torch.cuda.stream(self._stream):
-            torch._foreach_copy_([self._words[p] for p in into], [source[p] for p in pages])
+            torch._foreach_copy_(into, source)
             done = torch.cuda.Event()
             done.record(self._stream)
-        # No deadline here: as long as the device may write these pages, they are nobody else's.
-        while not done.query():
-            time.sleep(POLL_S)
+        return done
 
     def _bytes_of(self, page: int) -> np.ndarray:
         with torch.cuda.stream(self._stream):
             return self._view[page].cpu().numpy()
+
+
+def _await(done: torch.cuda.Event) -> None:
+    """No deadline here: as long as the device may write pages, they are nobody else's."""
+    while not done.query():
+        time.sleep(POLL_S)
 
 
 def _uuid(device: torch.device) -> str:
