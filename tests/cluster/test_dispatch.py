@@ -40,6 +40,17 @@ def test_long_prompt_is_computed_by_one_worker_and_goes_on_at_the_other() -> Non
     assert [w for w, _ in kinds(cluster, Release)] == ["w0"] * 3
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_request_for_one_token_ends_where_its_prompt_was_computed(n: int) -> None:
+    cluster = SimCluster(SPLIT)
+    ask = cluster.ask(9, n=n, max_tokens=1)
+    cluster.finish()
+    cluster.check_over()
+    assert [(w, m.hand_over) for w, m in kinds(cluster, Submit)] == [("w0", False)]
+    assert not kinds(cluster, Fetch) and not kinds(cluster, Adopt)
+    assert ask.ended() == set(range(n))
+
+
 def test_samples_go_with_their_prompt_in_one_record() -> None:
     cluster = SimCluster(SPLIT)
     cluster.ask(9, n=3)

@@ -115,6 +115,8 @@ class Placing:
         worker, target, lender = route.worker, route.decode, route.lend_from
         if target is not None and not self.workers.can_move(worker, target):
             worker, target, lender = target, None, None
+        if trip.ends_with_next:
+            target = None  # nobody would go on
         trip.given(worker, target)
         tokens_left = route.why.get("tokens_left", trip.n_tokens)
         for t in trip.party:

@@ -56,6 +56,12 @@ class Trip:
         return len(self.record.prompt_ids) + len(self.slot.tokens)
 
     @property
+    def ends_with_next(self) -> bool:
+        """Whether each sample ends with its next token, whatever that is."""
+        limit = self.record.params.max_tokens
+        return limit is not None and len(self.slot.tokens) + 1 >= limit
+
+    @property
     def party(self) -> "list[Trip]":
         """This sample and those that go with it."""
         if self.record.branch > 0 or self.record.params.n == 1:
