@@ -241,6 +241,33 @@ def test_pages_that_a_tier_loses_are_told(start_tiered: Any, monkeypatch: pytest
     assert index.holders(names) == ({"w": n_known} if n_known else {})
 
 
+def test_page_that_leaves_the_pool_and_finds_the_disk_full_is_told_once(
+    start_tiered: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = start_tiered()
+    w.tell(Resync())
+    w.ask("first", [*SYSTEM, 1])
+    forget(w)
+    w.disk._fail(OSError(28, "No space left on device"))
+    tiers = w.loop._mover._tiers
+    assert tiers is not None
+    changed = tiers.changed
+
+    def changed_after_all_writes(stored: list[bytes], dropped: list[bytes]) -> Any:
+        w.until(lambda: len(w.store._written) == len(w.store._coming))
+        return changed(stored, dropped)
+
+    monkeypatch.setattr(tiers, "changed", changed_after_all_writes)
+    for k in range(3):
+        w.ask(f"s{k}", [(k * (p + 3)) % 11 for p in range(60)])
+    index = PrefixIndex()
+    for m in w.all(PagesChanged):
+        assert len(set(m.dropped)) == len(m.dropped)
+        assert index.apply("w", m)
+    assert index.names("w") == set(w.engine.page_names())
+    check_clean(w)
+
+
 def test_pages_from_a_tier_are_handed_over_like_any(start_tiered: Any) -> None:
     w = start_tiered()
     w.ask("first", [*SYSTEM, 1])

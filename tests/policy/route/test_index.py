@@ -54,6 +54,15 @@ def test_dropped_pages_are_held_no_more_and_the_evictor_is_remembered():
     assert index.was_dropped(a[3]) is None  # somebody holds it
 
 
+def test_page_that_is_dropped_twice_in_one_message_is_dropped_once():
+    index = PrefixIndex()
+    a = chain("a", 5)
+    told(index, "w1", PagesChanged(0, a, []), PagesChanged(1, [], [a[4], a[4], b"unknown"]))
+    assert index.holders(a) == {"w1": 4}
+    index.forget("w1")
+    assert index.holders(a) == {}
+
+
 def test_only_so_many_evictions_are_remembered():
     index = PrefixIndex(remember=2)
     a = chain("a", 4)

@@ -107,4 +107,5 @@ class Tiers:
     def changed(self, stored: list[bytes], dropped: list[bytes]) -> tuple[list[bytes], list[bytes]]:
         """What became findable in the pool, and what no longer is there: the same for pool and tiers together."""
         lost = [name for name in self.store.take_lost() if not self._engine.n_known([name])]
-        return stored, [name for name in dropped if not self.store.holds(name)] + lost
+        gone = [name for name in dropped if not self.store.holds(name)]
+        return stored, list(dict.fromkeys([*gone, *lost]))  # a page can leave the pool and a tier in one step

@@ -155,7 +155,7 @@ class PrefixIndex:
             worker.names.add(name)
 
     def _drop(self, worker_id: str, worker: _Worker, names: Iterable[bytes]) -> None:
-        held = [name for name in names if name in worker.names]
+        held = [name for name in dict.fromkeys(names) if name in worker.names]
         self._clear(worker, held)
         worker.names.difference_update(held)
         for name in held:
