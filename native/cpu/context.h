@@ -88,7 +88,7 @@ struct Table {
   void (*norm[2])(Context *, const NormArgs *);
   void (*silu_mul[2])(Context *, const void *x, int64_t stride, int64_t rows, int64_t n, void *out);
   void (*greedy[2])(Context *, const void *x, int64_t stride, int64_t rows, int64_t n, int64_t *ids, float *top);
-  int64_t (*sample_row)(Context *, const float *logits, int64_t n, const kilat_filter *);
+  void (*sample_rows)(Context *, const float *logits, int64_t stride, int64_t rows, int64_t n, const kilat_filter *, int64_t *ids);
   void (*rope_write[2])(Context *, const RopeArgs *);
   int (*attention[2])(Context *, const AttentionArgs *);
 };

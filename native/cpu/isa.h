@@ -51,7 +51,7 @@ extern const Table KILAT_TABLE = {
     {KILAT_ISA::norm<float>, KILAT_ISA::norm<bf16>},
     {KILAT_ISA::silu_mul<float>, KILAT_ISA::silu_mul<bf16>},
     {KILAT_ISA::greedy<float>, KILAT_ISA::greedy<bf16>},
-    KILAT_ISA::sample_row,
+    KILAT_ISA::sample_rows,
     {KILAT_ISA::rope_write<float>, KILAT_ISA::rope_write<bf16>},
     {KILAT_ISA::attention<float>, KILAT_ISA::attention<bf16>},
 };

@@ -153,11 +153,13 @@ int kilat_cpu_reserve(kilat_cpu *cpu, const kilat_most *most) {
   int64_t splits = (most->keys + 255) / 256, partial = c.threads * 4 * splits * state * 4;
   int64_t blocks = most->tokens * 64 + 64, sample = 14 * most->vocab + (128 << 10);
   if (partial > 16 << 20) partial = 16 << 20;
-  int64_t shared = blocks + partial > sample ? blocks + partial : sample;
+  int64_t worker = linear > attention ? linear : attention;
   for (int i = 0; i < c.threads; i++)
-    if (!touch(&c.worker[i], linear > attention ? linear : attention)) return -1;
-  return touch(&c.shared, shared) ? 0 : -1;
+    if (!touch(&c.worker[i], worker > sample ? worker : sample)) return -1;
+  return touch(&c.shared, blocks + partial) ? 0 : -1;
 }
+
+int kilat_cpu_pin(kilat_cpu *cpu) { return pool_pin(cpu->context.pool); }
 
 void kilat_cpu_touch(kilat_cpu *cpu, void *memory, int64_t bytes) {
   Hold hold(cpu);
@@ -300,9 +302,13 @@ void kilat_greedy(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, int6
   cpu->context.table->greedy[dtype](&cpu->context, x, stride, rows, n, ids, top);
 }
 
-int64_t kilat_sample_row(kilat_cpu *cpu, const float *logits, int64_t n, const kilat_filter *filter) {
+int kilat_sample_rows(kilat_cpu *cpu, const float *logits, int64_t stride, int64_t rows, int64_t n, const kilat_filter *filters,
+                      int64_t *ids) {
   Hold hold(cpu);
-  return cpu->context.table->sample_row(&cpu->context, logits, n, filter);
+  cpu->context.table->sample_rows(&cpu->context, logits, stride, rows, n, filters, ids);
+  for (int64_t r = 0; r < rows; r++)
+    if (ids[r] < 0) return -1;
+  return 0;
 }
 
 void kilat_rope_write(kilat_cpu *cpu, int dtype, const void *qkv, int64_t stride, int64_t tokens, const kilat_heads *heads,

@@ -67,6 +67,10 @@ typedef struct kilat_most {
 /* Take and touch all scratch memory that such calls need, so that they allocate nothing. Returns 0, or -1 when memory is exhausted. */
 KILAT_API int kilat_cpu_reserve(kilat_cpu *cpu, const kilat_most *most);
 
+/* Bind each thread but the caller's to a processor of its own where there are exactly as many threads as processors that this process
+ * may use; otherwise the system places them better. Returns whether they are bound. */
+KILAT_API int kilat_cpu_pin(kilat_cpu *cpu);
+
 /* Write a zero into every page of `memory`, with all threads: fresh memory of the system is then there. `memory` is of `bytes` bytes and
  * starts at a page. */
 KILAT_API void kilat_cpu_touch(kilat_cpu *cpu, void *memory, int64_t bytes);
@@ -161,9 +165,10 @@ typedef struct kilat_filter {
   int64_t top_k;
 } kilat_filter;
 
-/* Index drawn from logits [n] fp32: temperature, min_p, top_k, top_p (ties with the last one kept are kept), then inverse CDF at u in
- * index order. -1 when memory is exhausted. */
-KILAT_API int64_t kilat_sample_row(kilat_cpu *cpu, const float *logits, int64_t n, const kilat_filter *filter);
+/* ids [rows], an index drawn from each row of logits [rows, n] fp32 (row stride `stride`) as its filter says: temperature, min_p, top_k,
+ * top_p (ties with the last one kept are kept), then inverse CDF at u in index order. Returns 0, or -1 when memory is exhausted. */
+KILAT_API int kilat_sample_rows(kilat_cpu *cpu, const float *logits, int64_t stride, int64_t rows, int64_t n,
+                                const kilat_filter *filters, int64_t *ids);
 
 /* Heads of a layer: q heads, kv heads, elements of a head (<= KILAT_MAX_HEAD_DIM), rotated elements (even, <= dim). */
 typedef struct kilat_heads {

@@ -140,6 +140,26 @@ void pool_destroy(Pool *p) {
 
 int pool_threads(const Pool *p) { return p->threads; }
 
+bool pool_pin(Pool *p) {
+#if defined(__linux__)
+  cpu_set_t all;
+  if (p->threads == 1 || sched_getaffinity(0, sizeof all, &all) != 0 || CPU_COUNT(&all) != p->threads) return false;
+  // The caller may go where it likes: with the helpers on the others, the processor it is on now is the one that is free.
+  int own = sched_getcpu(), cpu = 0;
+  for (pthread_t id : p->helpers) {
+    while (!CPU_ISSET(cpu, &all) || cpu == own) cpu++;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(cpu++, &one);
+    if (pthread_setaffinity_np(id, sizeof one, &one) != 0) return false;
+  }
+  return true;
+#else
+  static_cast<void>(p);
+  return false;
+#endif
+}
+
 void pool_run(Pool *p, int n, UnitFn fn, void *arg) {
   // In a forked child the helpers do not exist, and a condition variable that they slept on may not be touched.
   if (p->threads == 1 || n <= 1 || getpid() != p->owner) {

@@ -13,6 +13,9 @@ Pool *pool_create(int threads);
 void pool_destroy(Pool *pool);
 int pool_threads(const Pool *pool);
 
+// See kilat_cpu_pin.
+bool pool_pin(Pool *pool);
+
 // Run units 0 .. n - 1, each exactly once, in any order on any thread; returns when all are done. worker is 0 for the caller and
 // 1 .. threads - 1 for helpers: an index into per-thread scratch memory. n < 2^20.
 void pool_run(Pool *pool, int n, UnitFn fn, void *arg);

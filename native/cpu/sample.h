@@ -1,4 +1,4 @@
-// sample: temperature, filters and the inverse CDF of one row. Sums are in fp64 and in one order, whatever else is running.
+// sample: temperature, filters and the inverse CDF, a row a unit of work. Sums are in fp64 and in one order, whatever else is running.
 
 enum { SAMPLE_BUCKETS = 4096, SAMPLE_RUN = 256 };
 
@@ -42,6 +42,13 @@ static void weigh_row(const float *x, int64_t n, float top, float *w) {
   }
 }
 
+// Weight of the run that starts at w: lanes first, then across.
+INLINE double run_of(const float *w, int64_t n) {
+  VF sum = zero();
+  for (int64_t i = 0; i < n; i += W) sum = add(sum, n - i >= W ? load(w + i) : load_n(w + i, int(n - i)));
+  return sum_lanes(sum);
+}
+
 static void fill_buckets(Candidates *c) {
   memset(c->mass, 0, sizeof c->mass);
   memset(c->count, 0, sizeof c->count);
@@ -51,6 +58,16 @@ static void fill_buckets(Candidates *c) {
     c->bucket[i] = uint16_t(b);
     c->mass[b] += c->w[i];
     c->count[b] += c->x[i] > -INFINITY;
+  }
+}
+
+// The masses again after weights were dropped; everything else stays as it is. A run without weight adds nothing.
+static void weigh_buckets(Candidates *c) {
+  memset(c->mass, 0, sizeof c->mass);
+  for (int64_t first = 0; first < c->n; first += SAMPLE_RUN) {
+    int64_t end = first + SAMPLE_RUN < c->n ? first + SAMPLE_RUN : c->n;
+    if (run_of(c->w + first, end - first) == 0) continue;
+    for (int64_t i = first; i < end; i++) c->mass[c->bucket[i]] += c->w[i];
   }
 }
 
@@ -103,13 +120,6 @@ static void drop_below(Candidates *c, float threshold) {
   for (; i < c->n; i++) w[i] = x[i] < threshold ? 0.0f : w[i];
 }
 
-// Weight of the run that starts at w: lanes first, then across.
-INLINE double run_of(const float *w, int64_t n) {
-  VF sum = zero();
-  for (int64_t i = 0; i < n; i += W) sum = add(sum, n - i >= W ? load(w + i) : load_n(w + i, int(n - i)));
-  return sum_lanes(sum);
-}
-
 static double mass_of(const float *w, int64_t n) {
   double sum = 0;
   for (int64_t i = 0; i < n; i += SAMPLE_RUN) sum += run_of(w + i, n - i < SAMPLE_RUN ? n - i : SAMPLE_RUN);
@@ -136,9 +146,9 @@ static int64_t inverse_cdf(const float *w, int64_t n, double u) {
   return last > 0 ? last - 1 : 0;
 }
 
-static int64_t sample_row(Context *context, const float *logits, int64_t n, const kilat_filter *f) {
+static int64_t sample_row(Scratch *scratch, const float *logits, int64_t n, const kilat_filter *f) {
   size_t floats = sizeof(float) * size_t(n);
-  char *memory = static_cast<char *>(scratch_get(&context->shared, 3 * floats + 2 * size_t(n) + sizeof(Candidates) + 64));
+  char *memory = static_cast<char *>(scratch_get(scratch, 3 * floats + 2 * size_t(n) + sizeof(Candidates) + 64));
   if (!memory) return -1;
   Candidates *c = reinterpret_cast<Candidates *>(memory);
   float *x = reinterpret_cast<float *>(memory + sizeof(Candidates));
@@ -157,11 +167,30 @@ static int64_t sample_row(Context *context, const float *logits, int64_t n, cons
   if (nucleus) {
     if (threshold > -INFINITY) {
       drop_below(c, threshold);
-      fill_buckets(c);
+      weigh_buckets(c);
     }
     float least = threshold_of(c, mass_of(c->w, n) * f->top_p, false, threshold, values);
     threshold = least > threshold ? least : threshold;
   }
   if (threshold > -INFINITY) drop_below(c, threshold);
   return inverse_cdf(c->w, n, f->u);
+}
+
+struct SampleJob {
+  Context *c;
+  const float *logits;
+  int64_t stride, n;
+  const kilat_filter *filters;
+  int64_t *ids;
+};
+
+static void sample_unit(void *raw, int unit, int worker) {
+  const SampleJob &job = *static_cast<const SampleJob *>(raw);
+  job.ids[unit] = sample_row(&job.c->worker[worker], job.logits + unit * job.stride, job.n, job.filters + unit);
+}
+
+static void sample_rows(Context *c, const float *logits, int64_t stride, int64_t rows, int64_t n, const kilat_filter *filters,
+                        int64_t *ids) {
+  SampleJob job = {c, logits, stride, n, filters, ids};
+  pool_run(c->pool, int(rows), sample_unit, &job);
 }

@@ -229,8 +229,7 @@ int sample(Session *s, const kilat_draw *draw, int32_t *next, kilat_failure *f) 
   if (draw->temperature > 0) {
     widen(s, s->logits, m.desc.vocab, s->wide_logits);
     kilat_filter filter = {draw->temperature, draw->top_p, draw->min_p, draw->u, draw->top_k};
-    id = kilat_sample_row(m.owner.cpu, s->wide_logits, m.desc.vocab, &filter);
-    if (id < 0) return kilat_fail(f, KILAT_NO_MEMORY, "no memory to sample");
+    if (kilat_sample_rows(m.owner.cpu, s->wide_logits, m.desc.vocab, 1, m.desc.vocab, &filter, &id)) return kilat_fail(f, KILAT_NO_MEMORY, "no memory to sample");
   }
   *next = int32_t(id);
   return KILAT_OK;
@@ -257,6 +256,7 @@ void build(const kilat_model_desc *desc, const kilat_options *options, Model *m)
   int threads = options->threads > 0 ? options->threads : processors();
   m->owner.cpu = kilat_cpu_create(threads, m->isa);
   if (!m->owner.cpu) fail(KILAT_NO_MEMORY, "cannot start %d threads", threads);
+  kilat_cpu_pin(m->owner.cpu);
   snprintf(m->kernels, sizeof m->kernels, "cpu-%s", kilat_cpu_isa_name(m->isa));
   load_weights(*desc, m->owner.cpu, m->dtype, &m->weights);
 }

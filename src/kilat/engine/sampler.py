@@ -48,6 +48,15 @@ class SamplerState:
             self.seen = torch.cat((self.seen, torch.tensor([token])))
 
 
+@dataclass(slots=True)
+class _Choice:
+    """Row ``row`` of a step samples from row ``place`` of its logits; ``token`` is the likeliest until another is chosen."""
+
+    row: int
+    place: int
+    token: int
+
+
 class Sampler:
     """Owns the sampler state of all running sessions. One thread."""
 
@@ -100,6 +109,8 @@ class Sampler:
         stopped: set[int] = set()
         top_ids, top_values = self.kernels.greedy(logits)
         best, tops = top_ids.tolist(), top_values.tolist()
+        chosen: list[_Choice] = []
+        open_: list[_Choice] = []
         at = 0
         for i, row in enumerate(rows):
             n = row.n_tokens if row.prompt_logprobs else int(row.sample)
@@ -113,40 +124,56 @@ class Sampler:
                     "the model's output is not finite (NaN or infinity); its weights or dtype may be at fault"
                 )
                 continue
-            token = self._row(i, row, (logits, at - 1), best[at - 1], result)
-            if token is None:
-                continue
-            token_ids[i].append(token)
             state = self.states[row.session_id]
+            chosen.append(_Choice(i, at - 1, best[at - 1]))
+            if not (state.plain and state.params.temperature == 0.0):
+                open_.append(chosen[-1])
+        self._choose(rows, open_, logits, result)
+        for choice in chosen:
+            i = choice.row
+            if i in result.failed or not self._take(rows[i], choice, logits, result):
+                continue
+            token_ids[i].append(choice.token)
+            state = self.states[rows[i].session_id]
             if state.matcher is not None and state.matcher.finished:
                 stopped.add(i)
         return StepResult(
             token_ids, result.logprobs, result.prompt_logprobs, frozenset(stopped), result.failed
         )
 
-    def _row(self, i: int, row: Row, place: tuple[Tensor, int], best: int, result: StepResult) -> int | None:
-        """The token of one row, whose logits are a row of a tensor [S, V]; None when it failed (``result.failed`` says why)."""
+    def _choose(self, rows: list[Row], choices: list[_Choice], logits: Tensor, result: StepResult) -> None:
+        """Set the tokens of rows that are not simply greedy; ``result.failed`` gets those that cannot have one. All draws are one call."""
+        if not choices:
+            return
+        # a copy on the host, whatever device computed them; only rows that need it
+        own = logits[[c.place for c in choices]].to("cpu", torch.float32)
+        drawn: list[int] = []
+        filters: list[Filter] = []
+        for k, choice in enumerate(choices):
+            row = rows[choice.row]
+            s = self.states[row.session_id]
+            p = s.params
+            reason = self._adjust(s, own[k])
+            if reason is not None:
+                result.failed[choice.row] = reason
+            elif p.temperature == 0.0:
+                choice.token = int(self.kernels.greedy(own[k : k + 1])[0])
+            else:
+                drawn.append(k)
+                position = row.start + row.n_tokens
+                filters.append(Filter(p.temperature, p.top_k, p.top_p, p.min_p, s.seed, position))
+        if drawn:
+            x = own if len(drawn) == len(choices) else own[drawn]
+            for k, token in zip(drawn, self.kernels.sample_rows(x, filters), strict=True):
+                choices[k].token = token
+
+    def _take(self, row: Row, choice: _Choice, logits: Tensor, result: StepResult) -> bool:
+        """Record the token of a row; False when its grammar does not take it (``result.failed`` says why)."""
+        i, token = choice.row, choice.token
         s = self.states[row.session_id]
         p = s.params
-        if s.plain and p.temperature == 0.0:
-            token = best
-        else:
-            # one row is small, and everything below is per row: on the host, whatever device computed it
-            raw = place[0][place[1]]
-            logits = raw.to("cpu", torch.float32, copy=True)
-            reason = self._adjust(s, logits)
-            if reason is not None:
-                result.failed[i] = reason
-                return None
-            if p.temperature == 0.0:
-                token = int(self.kernels.greedy(logits[None])[0])
-            else:
-                position = row.start + row.n_tokens
-                token = self.kernels.sample_row(
-                    logits, Filter(p.temperature, p.top_k, p.top_p, p.min_p, s.seed, position)
-                )
         if p.logprobs is not None:
-            result.logprobs[i] = [_logprob(place[0][place[1]].float().cpu(), token, p.logprobs)]
+            result.logprobs[i] = [_logprob(logits[choice.place].float().cpu(), token, p.logprobs)]
         s.n_output += 1
         if s.penalised:
             s.count(token)
@@ -154,8 +181,8 @@ class Sampler:
             reason = s.matcher.advance([token])
             if reason is not None:
                 result.failed[i] = reason
-                return None
-        return token
+                return False
+        return True
 
     def _adjust(self, s: SamplerState, logits: Tensor) -> str | None:
         """Penalties, bias, minimum length and grammar, in place on logits [V] fp32. Returns the reason when the grammar failed.

@@ -82,7 +82,7 @@ class Kernels:
     attention: Attention
     silu_mul: Callable[[Tensor], Tensor]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]] = sample.greedy
-    sample_row: Callable[[Tensor, Filter], int] = sample.sample_row
+    sample_rows: Callable[[Tensor, Sequence[Filter]], list[int]] = sample.sample_rows
     draw: Draw = sample.draw
     fused_gate: Callable[[Tensor, LinearWeight], Tensor] | None = None
     blocks: BlockOps | None = None

@@ -5,6 +5,7 @@ a preemption, and on another machine with equal logits.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,6 +90,11 @@ def sample_row(logits: Tensor, f: Filter) -> int:
     cumulative = weights.cumsum(0, dtype=torch.float64)
     target = cumulative[-1] * uniform(f.seed, f.position)
     return int(torch.searchsorted(cumulative, target, right=True).clamp_(max=x.numel() - 1))
+
+
+def sample_rows(logits: Tensor, filters: Sequence[Filter]) -> list[int]:
+    """logits [B, V] fp32 -> the token id of each row as :func:`sample_row` draws it."""
+    return [sample_row(row, f) for row, f in zip(logits, filters, strict=True)]
 
 
 def _nucleus_threshold(x: Tensor, weights: Tensor, top: float, top_p: float) -> float:

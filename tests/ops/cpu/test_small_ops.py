@@ -182,23 +182,25 @@ def test_a_row_is_sampled_as_the_reference_samples_it(
     logits = torch.tensor(values) / 4
     if banned:
         logits[1::2] = -torch.inf
-    for position in range(12):
-        f = Filter(temperature, top_k, top_p, min_p, seed, position)
-        assert kernels.sample_row(logits, f) == REFERENCE.sample_row(logits, f)
+    filters = [Filter(temperature, top_k, top_p, min_p, seed, position) for position in range(12)]
+    rows = logits.expand(12, -1)
+    assert kernels.sample_rows(rows, filters) == REFERENCE.sample_rows(rows, filters)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 8.0])
 def test_large_vocabularies_are_sampled_as_the_reference_samples_them(kernels, scale):
     logits = normal(3, 50_021, dtype=torch.float32) * scale
-    for position in range(8):
-        for top_k, top_p in ((0, 1.0), (50, 1.0), (0, 0.9), (1000, 0.5), (50_021, 0.999)):
-            f = Filter(0.8, top_k, top_p, 0.0, 7, position)
-            assert kernels.sample_row(logits, f) == REFERENCE.sample_row(logits, f)
+    cases = ((0, 1.0), (50, 1.0), (0, 0.9), (1000, 0.5), (50_021, 0.999))
+    filters = [Filter(0.8, top_k, top_p, 0.0, 7, position) for position in range(8) for top_k, top_p in cases]
+    rows = logits.expand(len(filters), -1)
+    together = kernels.sample_rows(rows, filters)
+    assert together == REFERENCE.sample_rows(rows, filters)
+    assert together == [kernels.sample_rows(logits[None], [f])[0] for f in filters]
 
 
-def test_sampling_takes_one_fp32_row(kernels):
+def test_sampling_takes_fp32_rows_and_a_filter_for_each(kernels):
     f = Filter(1.0, 0, 1.0, 0.0, 1, 1)
-    with pytest.raises(EngineError, match="fp32 row"):
-        kernels.sample_row(torch.zeros(2, 3), f)
-    with pytest.raises(EngineError, match="fp32 row"):
-        kernels.sample_row(torch.zeros(3, dtype=torch.bfloat16), f)
+    for logits in (torch.zeros(2, 3), torch.zeros(3), torch.zeros(1, 3, dtype=torch.bfloat16)):
+        with pytest.raises(EngineError, match="1 fp32 rows"):
+            kernels.sample_rows(logits, [f])
+    assert kernels.sample_rows(torch.zeros(0, 3), []) == []

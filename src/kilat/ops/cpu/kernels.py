@@ -61,7 +61,7 @@ def cpu_kernels(threads: int, why: str = "asked for", *, isa: int | None = None)
         attention=ops.attention,
         silu_mul=ops.silu_mul,
         greedy=ops.greedy,
-        sample_row=ops.sample_row,
+        sample_rows=ops.sample_rows,
         fused_gate=ops.gated_linear,
         blocks=BlockOps(ops.block_types(), ops.pack_blocks, ops.gather),
     )
@@ -107,7 +107,7 @@ class CpuOps:
         self._add_rms_norm = library.kilat_add_rms_norm
         self._silu_mul = library.kilat_silu_mul
         self._greedy = library.kilat_greedy
-        self._sample_row = library.kilat_sample_row
+        self._sample_rows = library.kilat_sample_rows
         self._rope_write = library.kilat_rope_write
         self._attention = library.kilat_attention
 
@@ -256,15 +256,24 @@ class CpuOps:
         self._greedy(self._context, code, x.data_ptr(), x.stride(0), rows, n, ids.data_ptr(), top.data_ptr())
         return ids, top
 
-    def sample_row(self, logits: Tensor, f: Filter) -> int:
-        if logits.dim() != 1 or logits.dtype != torch.float32:
-            raise EngineError(f"sampling from {tuple(logits.shape)} {logits.dtype}, wanted one fp32 row")
-        x = logits.contiguous()
-        filter_ = SampleFilter(f.temperature, f.top_p, f.min_p, uniform(f.seed, f.position), f.top_k)
-        token = int(self._sample_row(self._context, x.data_ptr(), x.numel(), byref(filter_)))
-        if token < 0:
-            raise EngineError("no memory to sample a row")
-        return token
+    def sample_rows(self, logits: Tensor, filters: Sequence[Filter]) -> list[int]:
+        if logits.dim() != 2 or logits.dtype != torch.float32 or logits.shape[0] != len(filters):
+            raise EngineError(
+                f"sampling from {tuple(logits.shape)} {logits.dtype}, wanted {len(filters)} fp32 rows"
+            )
+        x = _rows_of(logits)
+        rows, n = x.shape
+        made = (SampleFilter * rows)(
+            *(
+                SampleFilter(f.temperature, f.top_p, f.min_p, uniform(f.seed, f.position), f.top_k)
+                for f in filters
+            )
+        )
+        ids = torch.empty(rows, dtype=torch.int64)
+        if self._sample_rows(self._context, x.data_ptr(), x.stride(0), rows, n, made, ids.data_ptr()):
+            raise EngineError("no memory to sample")
+        out: list[int] = ids.tolist()
+        return out
 
     def rope_write(
         self,

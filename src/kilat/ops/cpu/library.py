@@ -82,7 +82,7 @@ _SIGNATURES = {
     "kilat_add_rms_norm": (None, [_P, _I, _P, _L, _P, _L, _L, _P, _D, _P]),
     "kilat_silu_mul": (None, [_P, _I, _P, _L, _L, _L, _P]),
     "kilat_greedy": (None, [_P, _I, _P, _L, _L, _L, _P, _P]),
-    "kilat_sample_row": (_L, [_P, _P, _L, _P]),
+    "kilat_sample_rows": (_I, [_P, _P, _L, _L, _L, _P, _P]),
     "kilat_rope_write": (None, [_P, _I, _P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _D, _P]),
     "kilat_attention": (_I, [_P, _I, _P, _P, _P, _P, _D, _L, _P]),
 }
