@@ -6,15 +6,19 @@ Run from the root of the repository: machinery and moments are those of tests/cl
 decode workers are real processes; at the moment that a trial names, the worker that meets it kills itself (SIGKILL), stops (SIGSTOP), or
 loses its connections to the gateway or to its peers. Each trial has one marked request and three others, of one or three samples, greedy or
 seeded; what they say is compared with one plain worker. ``fake``: the real scheduler, gateway and transports around tokens that are read back
-from the pages; ``real``: an engine around a tiny random model.
+from the pages; ``real``: an engine around a tiny random model. ``full disk``: SIGKILL again, of workers with a small pool and a disk cache
+on a file system that is full soon (left out where none may be mounted). At last Ray is killed, with all that it has started, while streams
+of workers that it has placed run, and is started again after ``--ray-gone-s`` seconds (0: left out, as where Ray is not installed).
 """
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +26,13 @@ from kilat.cli.machine import read_machine, source_sha
 from kilat.cli.report import print_table, write_json
 from tests.cluster import fault_run
 from tests.cluster.fault_run import MOMENTS, Outcome, Trials
+from tests.cluster.ray_gone import ray_gone
+from tests.cluster.small_disk import NoSmallDisk, small_disk
 from tests.cluster.tiny_model import write_tiny_model
 from tests.policy.sched.fakes import VOCAB
 
 REAL_VOCAB = 256
+DISK_KIB = 512
 
 
 def main() -> int:
@@ -39,6 +46,7 @@ def main() -> int:
     parser.add_argument(
         "--other-trials", type=int, default=20, help="of each moment, with SIGSTOP and lost connections"
     )
+    parser.add_argument("--ray-gone-s", type=float, default=60.0)
     parser.add_argument("--moments", default=",".join(MOMENTS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -49,6 +57,7 @@ def main() -> int:
         ("fake", "stop", args.other_trials, moments),
         ("fake", "link", args.other_trials, moments),
         ("fake", "pages", args.other_trials, ["reading"]),
+        ("fake", "full disk", args.other_trials, moments),
         ("real", "kill", args.real_trials, moments),
     ]
     rows: list[dict[str, Any]] = []
@@ -57,6 +66,9 @@ def main() -> int:
             rows += [
                 {"engine": engine, **dataclasses.asdict(o)} for o in measure(engine, how, n, which, args.seed)
             ]
+    if args.ray_gone_s and importlib.util.find_spec("ray") is not None:
+        with tempfile.TemporaryDirectory() as name:
+            rows.append({"engine": "fake", **dataclasses.asdict(ray_gone(Path(name), args.ray_gone_s))})
     columns = [c for c in rows[0] if c != "notes"]
     print_table("harm to workers", columns, [[_cell(row[c]) for c in columns] for row in rows], n_text=3)
     for row in rows:
@@ -91,7 +103,15 @@ def measure(engine: str, how: str, n: int, moments: list[str], seed: int) -> lis
         folder = Path(name)
         (folder / "tiny").mkdir()
         model = write_tiny_model(folder / "tiny").path
-        options = {"transports": ["tcp"]} if how == "pages" else {}
+        options: dict[str, Any] = {"transports": ["tcp"]} if how == "pages" else {}
+        disk = ExitStack()
+        if how == "full disk":
+            try:
+                cache = disk.enter_context(small_disk(folder / "disk", DISK_KIB))
+            except NoSmallDisk as e:
+                print(f"left out: no file system for a full disk can be mounted here: {e}")
+                return []
+            options = {"disk_cache_gb": 0.01, "disk_cache_dir": str(cache), "fake": fault_run.TIERED}
         oracle = fault_run.plain(folder / "plain", model, real=real)
         server = fault_run.start(folder / "many", model, real=real, **options)
         trials = Trials(server, oracle, vocab=REAL_VOCAB if real else VOCAB, seed=seed)
@@ -99,7 +119,8 @@ def measure(engine: str, how: str, n: int, moments: list[str], seed: int) -> lis
         try:
             for moment in moments:
                 began_s = time.monotonic()
-                out.append(trials.run(how, moment, n))
+                out.append(trials.run("kill" if how == "full disk" else how, moment, n))
+                out[-1].how = how
                 words = "good" if out[-1].is_good else f"BAD: {out[-1].notes}"
                 print(
                     f"{engine} {how} {moment}: {out[-1].hits} of {n} hits, {words}, {time.monotonic() - began_s:.0f} s",
@@ -107,8 +128,11 @@ def measure(engine: str, how: str, n: int, moments: list[str], seed: int) -> lis
                 )
         finally:
             trials.close()
+            if how == "full disk":
+                print(f"full disk: {server.log().count('is off from now on: No space')} disk caches gave up")
             for one in (server, oracle):
                 one.stop()
+            disk.close()
         return out
 
 

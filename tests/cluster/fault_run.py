@@ -16,6 +16,8 @@ from tests.cluster.served import Served
 
 MOMENTS = ("submitted", "mid_prompt", "first_token", "told", "offered", "reading", "adopted", "decoding")
 FAKE = {"n_pages": 256, "max_model_len": 256, "max_num_seqs": 32, "step_s": 0.002}
+TIERED = {"n_pages": 96, "token_s": 1.0}
+"""A pool so small that pages leave it, and tokens that cost so much that they are worth a read."""
 WORKERS = {"prefill": 2, "decode": 2}
 N_OUT = 20
 READY_S, ANSWER_S, CLEAN_S = 90.0, 90.0, 30.0
