@@ -77,10 +77,12 @@ def likely_shapes(max_rows: int, max_tokens: int, max_model_len: int) -> Iterato
     for mode in ("greedy", "filtered", "draw"):
         sizes = sorted({bucket(rows, ROW_BUCKETS, max_rows) for rows in ROW_BUCKETS})
         yield from (Shape(rows, rows, 1, decode_kv, mode) for rows in sizes)
+        most = 0
         for rows in sorted({bucket(rows, MIXED_ROW_BUCKETS, max_rows) for rows in MIXED_ROW_BUCKETS}):
             for tokens in sorted({bucket(n, TOKEN_BUCKETS, max_tokens) for n in TOKEN_BUCKETS}):
-                if tokens > rows or rows == MIXED_ROW_BUCKETS[0]:
+                if tokens > most:  # so many rows may have a token each
                     yield Shape(tokens, rows, tokens, mixed_kv, mode)
+            most = rows
 
 
 class StepBuffer:

@@ -33,7 +33,7 @@ class Draft:
         self.prefilling: list[Session] = []
         self.resting: Session | None = None
         self.may_admit = True
-        self.has_prefill = False
+        self.n_prefill = 0
         self.has_preempted = False
 
     def plan(self, step: int) -> StepPlan:
@@ -138,7 +138,7 @@ class Draft:
             Row(s.id, start, s.tokens[start:end], table.pages, end == len(s.tokens), wants_logprobs)
         )
         self.sessions.append(s)
-        self.has_prefill = True
+        self.n_prefill += end - start
         s.n_planned = end
         s.n_flight += 1
         s.tenant.charge(end - start)

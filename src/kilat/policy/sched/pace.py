@@ -3,41 +3,71 @@
 WEIGHT = 0.2
 """Of the newest measurement in a moving average."""
 
+SLOPE_WEIGHT = 0.5
+"""The same for the cost of a prefill token, which grows with every chunk of a long prompt."""
+
+MARGIN = 0.95
+"""Of the target that a step aims at: steps scatter around their forecast."""
+
+FIRST_TOKENS = 256
+"""Prefill tokens beside decode rows before anything is measured."""
+
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
 class Pace:
-    """Moving averages of the seconds per token of steps with prefill work, and of the seconds between two finished sessions."""
+    """Moving averages: the seconds of a step of decode rows, the seconds that a prefill token adds to one, and the seconds between two
+    finished sessions. ``s_per_token`` is what a token of a step with prefill work costs, decode rows included."""
 
     def __init__(self, target_step_s: float | None, token_multiple: int = 1) -> None:
         self.target_step_s = target_step_s
         self.token_multiple = token_multiple
         self.s_per_token: float | None = None
         self.finish_every_s: float | None = None
+        self._decode_s: float | None = None
+        self._prefill_s_per_token: float | None = None
+        self._usual_prefill = 0.0
+        self._most_prefill = 0
         self._last_commit_s: float | None = None
         self._last_finish_s: float | None = None
 
     def prefill_tokens(self, n_decode: int, n_left: int, page_tokens: int) -> int:
         """Tokens of prefill for a step with ``n_decode`` decode rows and ``n_left`` tokens of budget: what the target leaves,
-        all tokens together a multiple of ``token_multiple``, never below one page, so that prompts always make progress. Without a stream to protect the budget alone decides."""
-        if self.target_step_s is None or self.s_per_token is None or n_decode == 0:
+        all tokens together a multiple of ``token_multiple``, at most twice of what was measured, never below one page, so that prompts
+        always make progress. Without a stream to protect the budget alone decides."""
+        if self.target_step_s is None or n_decode == 0:
             return n_left
-        total = int(self.target_step_s / self.s_per_token)
+        share = FIRST_TOKENS
+        if self._prefill_s_per_token is not None:
+            left_s = MARGIN * self.target_step_s - (self._decode_s or 0.0)
+            share = min(int(left_s / self._prefill_s_per_token), 2 * self._most_prefill)
+        total = share + n_decode
         share = total - total % self.token_multiple - n_decode
         return min(n_left, max(share, page_tokens))
 
-    def stepped(self, planned_s: float, now_s: float, n_tokens: int, *, prefill: bool) -> None:
-        """A step of ``n_tokens`` that was planned at ``planned_s`` is committed. It began when it was planned or when the step before
-        ended, whichever is later. Steps of decode rows only say little about prefill tokens and do not count."""
+    def stepped(self, planned_s: float, now_s: float, n_decode: int, n_prefill: int) -> None:
+        """A step of that many tokens, planned at ``planned_s``, is committed. It began when it was planned or when the step before ended,
+        whichever is later."""
         begin_s = planned_s if self._last_commit_s is None else max(planned_s, self._last_commit_s)
         self._last_commit_s = now_s
-        if prefill and now_s > begin_s:
-            self.s_per_token = _mix(self.s_per_token, (now_s - begin_s) / n_tokens)
+        seconds = now_s - begin_s
+        if seconds <= 0:
+            return
+        if n_prefill == 0:
+            self._decode_s = _mix(self._decode_s, seconds, WEIGHT)
+            return
+        self.s_per_token = _mix(self.s_per_token, seconds / (n_decode + n_prefill), WEIGHT)
+        # few tokens say little about the cost of one: what they add is lost in what steps scatter by
+        self._usual_prefill = max(n_prefill, 0.7 * self._usual_prefill)
+        self._most_prefill = max(n_prefill, self._most_prefill)
+        decode_s = min(self._decode_s or 0.0, 0.9 * seconds) if n_decode else 0.0
+        weight = SLOPE_WEIGHT * n_prefill / self._usual_prefill
+        self._prefill_s_per_token = _mix(self._prefill_s_per_token, (seconds - decode_s) / n_prefill, weight)
 
     def finished(self, n: int, now_s: float) -> None:
         """``n`` sessions have finished since the last call."""
         if self._last_finish_s is not None:
-            self.finish_every_s = _mix(self.finish_every_s, max(now_s - self._last_finish_s, 0.0) / n)
+            self.finish_every_s = _mix(self.finish_every_s, max(now_s - self._last_finish_s, 0.0) / n, WEIGHT)
         self._last_finish_s = now_s
 
     def retry_after_s(self, n_waiting: int) -> float:
@@ -46,5 +76,5 @@ class Pace:
         return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)
 
 
-def _mix(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + WEIGHT * (value - mean)
+def _mix(mean: float | None, value: float, weight: float) -> float:
+    return value if mean is None else mean + weight * (value - mean)

@@ -43,7 +43,7 @@ class _Flight:
     sessions: list[Session]
     sources: list[list[int]]
     planned_s: float
-    has_prefill: bool
+    n_prefill: int
 
 
 class Scheduler:
@@ -273,7 +273,7 @@ class Scheduler:
         self._n_steps += 1
         for chain in draft.sources:
             self._roster.pins.pin(chain)
-        self._in_flight.append(_Flight(plan, draft.sessions, draft.sources, now_s, draft.has_prefill))
+        self._in_flight.append(_Flight(plan, draft.sessions, draft.sources, now_s, draft.n_prefill))
         return plan
 
     def _draft(self) -> Draft:
@@ -295,7 +295,7 @@ class Scheduler:
         flight = self._in_flight.popleft()
         for chain in flight.sources:
             self._roster.pins.unpin(chain)
-        self._pace.stepped(flight.planned_s, now_s, plan.n_tokens, prefill=flight.has_prefill)
+        self._pace.stepped(flight.planned_s, now_s, plan.n_tokens - flight.n_prefill, flight.n_prefill)
         events = []
         n_finished = 0
         for i, (row, s) in enumerate(zip(plan.rows, flight.sessions)):
