@@ -82,41 +82,65 @@ def test_view_has_the_pages_of_the_last_status_and_the_load_of_this_moment() -> 
     assert (view.prefill_weight, view.decode_weight, view.max_running) == (0.25, 0.75, 8)
 
 
-def test_time_of_a_step_is_measured_where_every_step_gave_a_token() -> None:
-    w = worker("a")
+def fed(w: WorkerState, *work: tuple[int, int, int], slow: float = 1.0) -> None:
+    """Statuses after so many (steps, prompt tokens, rows) each: 10 ms a step, 1 ms a token, 2 ms a row, ``slow`` times that."""
+    total, seconds = [0, 0, 0], 0.0
     w.on_status(status(0, seconds=0.0))
-    w.on_status(status(10, seconds=0.2, out=10))
-    assert w.step_s == pytest.approx(0.02)
-    w.on_status(status(12, seconds=8.2, out=10))
-    assert w.step_s == pytest.approx(0.02), "chunks of a prompt say nothing of it"
+    for counts in work:
+        total = [a + b for a, b in zip(total, counts)]
+        seconds += slow * sum(n * s for n, s in zip(counts, (0.01, 0.001, 0.002)))
+        w.on_status(status(total[0], seconds=seconds, prompt=total[1], out=total[2]))
 
 
-def test_rate_of_prompts_is_that_of_the_tokens_that_were_computed() -> None:
+KINDS = ((10, 0, 10), (10, 500, 0), (10, 0, 90), (10, 300, 40), (30, 0, 60)) * 4
+
+
+def test_steps_of_a_view_are_those_of_the_sessions_that_it_has_now() -> None:
+    w, loads = worker("a"), Loads()
+    crew(w)
+    fed(w, *KINDS)
+    assert w.view(loads).step_s == pytest.approx(0.012, rel=0.05), (
+        "at least one, for it is asked for a new one"
+    )
+    for i in range(20):
+        loads.sent(f"s{i}", "a", None, 0)
+        loads.first_token(f"s{i}")
+    view = w.view(loads)
+    assert view.step_s == pytest.approx(0.05, rel=0.05)
+    assert view.row_s == pytest.approx(0.002, rel=0.05)
+    assert view.prefill_tokens_per_s == pytest.approx(1000.0, rel=0.05)
+
+
+def test_what_a_worker_has_not_done_yet_is_known_from_the_others() -> None:
+    a, b = worker("a"), worker("b")
+    crew(a, b)
+    assert a.view(Loads()).prefill_tokens_per_s == 0.0 and a.view(Loads()).step_s == 0.0
+    fed(b, *KINDS)
+    assert a.view(Loads()).prefill_tokens_per_s == pytest.approx(
+        b.view(Loads()).prefill_tokens_per_s, rel=0.01
+    )
+    assert a.view(Loads()).prefill_tokens_per_s > 0
+
+
+def test_worker_that_is_slower_than_the_others_is_known_to_be() -> None:
+    a, b = worker("a"), worker("b")
+    crew(a, b)
+    for _ in range(3):
+        fed(a, *KINDS)
+        fed(b, *KINDS, slow=2.0)
+    ratio = a.view(Loads()).prefill_tokens_per_s / b.view(Loads()).prefill_tokens_per_s
+    assert ratio == pytest.approx(2.0, rel=0.2)
+
+
+def test_idle_time_and_a_status_without_a_step_say_nothing() -> None:
     w = worker("a")
-    w.on_status(status(0, seconds=0.0))
-    assert w.prefill_tokens_per_s == 0.0
-    for i in range(1, 6):
-        w.on_status(status(i, seconds=0.5 * i, prompt=50.0 * i))
-    assert w.prefill_tokens_per_s == pytest.approx(100.0)
-
-
-def test_decode_rows_beside_a_prompt_do_not_count_as_its_time() -> None:
-    w = worker("a")
-    w.on_status(status(0, seconds=0.0))
-    w.on_status(status(10, seconds=0.2, out=10))
-    w.on_status(status(20, seconds=1.4, prompt=100, out=20))
-    assert w.prefill_tokens_per_s == pytest.approx(100.0)
-    w.on_status(status(30, seconds=1.6, prompt=100, out=30))
-    assert w.prefill_tokens_per_s == pytest.approx(100.0)
-    assert w.step_s == pytest.approx(0.02)
-
-
-def test_rate_follows_a_worker_that_becomes_slower() -> None:
-    w, seconds = worker("a"), 0.0
-    for i in range(100):
-        seconds += 0.5 if i < 50 else 5.0
-        w.on_status(status(i, seconds=seconds, prompt=50.0 * i))
-    assert w.prefill_tokens_per_s == pytest.approx(10.0, rel=0.1)
+    crew(w)
+    fed(w, *KINDS)
+    before = w.view(Loads())
+    n_steps, prompt, out = (float(sum(k[i] for k in KINDS)) for i in range(3))
+    w.on_status(status(int(n_steps), seconds=99.0, prompt=prompt, out=out))
+    w.on_status(status(int(n_steps), seconds=99.0, prompt=prompt, out=out))
+    assert w.view(Loads()) == before
 
 
 def test_totals_keep_what_dead_workers_have_counted_and_add_up_the_living() -> None:

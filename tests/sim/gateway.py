@@ -8,12 +8,13 @@ from kilat.base.errors import KilatError, PeerError
 from kilat.base.ids import branch_id
 from kilat.cluster.gateway.dispatch import Dispatcher
 from kilat.cluster.gateway.placing import DispatchConfig
+from kilat.cluster.gateway.roles import role_worker
 from kilat.cluster.gateway.sessions import Inbox, SessionTable
 from kilat.cluster.gateway.workers import WorkerState
 from kilat.policy.route.config import RouterConfig
 from kilat.policy.route.router import Router
 from kilat.policy.scale.roles import RoleScaler
-from kilat.policy.scale.window import RoleWorker, Window
+from kilat.policy.scale.window import Window
 from kilat.sim.cluster import Effects, End, Weights
 from kilat.wire import messages as wire
 from kilat.wire.messages import SessionEvent
@@ -152,20 +153,7 @@ class Gateway:
         self.tpot_s[name] = seconds + self.now_s - before_s, n + n_tokens
 
     def _scale(self, scaler: RoleScaler, now_s: float) -> None:
-        views = self.dispatcher.views()
-        workers = [
-            RoleWorker(
-                v.worker_id,
-                v.prefill_weight,
-                v.decode_weight,
-                v.queued_prompt_tokens,
-                v.prefill_tokens_per_s,
-                v.running,
-                v.max_running,
-                v.draining,
-            )
-            for v in views
-        ]
+        workers = [role_worker(v) for v in self.dispatcher.views()]
         tpot_s = [seconds / n for seconds, n in self.tpot_s.values()]
         window = Window(workers, self.window_s, self.prompt_tokens, self.ttft_s, tpot_s)
         self.ttft_s, self.tpot_s, self.prompt_tokens = [], {}, 0

@@ -12,6 +12,7 @@ from kilat.cluster.config import RayConfig, ServeConfig, check
 from kilat.cluster.launch import serve
 from kilat.engine.config import EngineConfig
 from kilat.load.files import ModelFiles
+from kilat.policy.scale.config import BESIDE
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,6 +38,9 @@ def _config(args: argparse.Namespace, files: ModelFiles) -> ServeConfig:
         options.setdefault(
             "threads", max(round(ray.cpus), 1)
         )  # Ray counts processors, and binds nobody to them
+    if args.tpot_slo is not None and args.tpot_slo > 0:
+        # a chunk of a prompt may not take those that decode beside it over their target
+        options.setdefault("target_step_s", BESIDE * args.tpot_slo / 1e3)
     engine = EngineConfig(
         model_path=str(files.path),
         model_kind=files.kind,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kilat.base.errors import ConfigError
+from kilat.policy.scale.config import ScaleConfig
 from kilat.text.tokenizer import Files
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -88,6 +89,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     backoff_s: float = 0.5
     rescue_s: float = 30.0
     stop_at_stdin_end: bool = False
+
+    @property
+    def scale(self) -> ScaleConfig | None:
+        """How shares follow the targets; None without targets. Raises ConfigError."""
+        if self.ttft_slo_s is None or self.tpot_slo_s is None:
+            return None
+        return ScaleConfig(self.ttft_slo_s, self.tpot_slo_s)
 
 
 class Place(msgspec.Struct, frozen=True):

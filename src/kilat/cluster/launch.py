@@ -109,7 +109,13 @@ class _Deployment:
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._listener = listener
         crew_places = places(config, []) if config.ray else places(config, _cores(), cuda_devices())
-        router = Router(RouterConfig(dead_after_s=config.worker_timeout_s))
+        scale = config.scale
+        router = Router(
+            RouterConfig(
+                dead_after_s=config.worker_timeout_s,
+                target_step_s=scale.target_step_s if scale is not None else None,
+            )
+        )
         address = f"tcp://{config.ray.control_host}:*" if config.ray else f"ipc://{folder}/gateway"
         self._fleet = Fleet(WorkerLinks(address, secret), router, DispatchConfig(rescue_s=config.rescue_s))
         self._fleet.on_ready = self._announce

@@ -224,12 +224,12 @@ class SimWorker:
                 return
             begin_s = max([self.agenda.now_s, *(end_s for _, end_s in self._in_flight)])
             seconds = self.shape.cost.seconds(plan)
-            self.seconds += seconds
             self._in_flight.append((plan, begin_s + seconds))
             self._begin(self._step_done, begin_s + seconds - self.agenda.now_s)
 
     def _step_done(self) -> None:
         plan, _ = self._in_flight.popleft()
+        self.seconds += self.shape.cost.seconds(plan)
         result = self.runner.run(plan)
         events = self.scheduler.commit(plan, result, self.agenda.now_s)
         self._n_steps += 1

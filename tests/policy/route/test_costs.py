@@ -36,6 +36,15 @@ def test_streams_beside_a_long_prompt_make_it_dearer_but_not_beside_a_short_one(
     assert c.prefill(busy, 60, None, 0).total_s == c.prefill(idle, 60, None, 0).total_s
 
 
+def test_with_a_target_for_steps_a_prompt_gets_the_time_that_streams_leave():
+    idle, busy = view("w", step_s=0.02), view("w", running=10, step_s=0.02, queued_prompt_tokens=100)
+    c = costs([idle], target_step_s=0.05)
+    assert c.prefill(idle, 0, None, 0).total_s == pytest.approx(1025 / RATE)
+    assert c.prefill(busy, 0, None, 0).total_s == pytest.approx(1125 / (RATE * 0.6))
+    full = view("w", running=99, step_s=0.2)
+    assert c.prefill(full, 0, None, 0).compute_s == pytest.approx(20 * 1025 / RATE)
+
+
 def test_only_pages_that_the_worker_lacks_are_lent():
     w = view("w")
     p = costs([w], move_s=0.0, page_move_s=0.001).prefill(w, 40, "peer", 60)
@@ -97,7 +106,13 @@ def test_measured_moves_replace_the_guess():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"dead_after_s": 0.0}, {"move_margin": 0.0}, {"stall_share": -1.0}, {"page_move_s": float("nan")}],
+    [
+        {"dead_after_s": 0.0},
+        {"move_margin": 0.0},
+        {"stall_share": -1.0},
+        {"page_move_s": float("nan")},
+        {"target_step_s": 0.0},
+    ],
 )
 def test_settings_without_sense_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -16,11 +16,13 @@ _TOTAL = "_total"
 
 
 class GatewayMetrics:
-    """Counters that request handlers write. ``worker_restarts`` is written by the supervisor, ``requests_open`` is asked."""
+    """Counters that request handlers write. ``worker_restarts`` is written by the supervisor, ``workers_wished`` (0: nobody knows) by
+    whoever moves shares, ``requests_open`` is asked."""
 
     def __init__(self, fleet: Fleet, requests_open: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self.worker_restarts = 0
+        self.workers_wished = 0
         self._fleet = fleet
         self._requests_open = requests_open
         self._requests = Counter(
@@ -73,6 +75,7 @@ class GatewayMetrics:
         yield names.BAD_FRAMES, fleet.links.bad_frames
         yield names.WORKER_UP, float(sum(w.hello is not None for w in fleet.workers))
         yield names.WORKER_RESTARTS, self.worker_restarts
+        yield names.WORKERS_WISHED, self.workers_wished
         yield names.GATEWAY_TASKS, len(asyncio.all_tasks())
         yield names.MOVES_OPEN, len(fleet.dispatcher.moves)
         yield from fleet.dispatcher.counts.items()

@@ -7,10 +7,29 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from kilat.cluster.gateway.dispatch import Dispatcher
+from kilat.policy.route.views import WorkerView
 from kilat.policy.scale.roles import RoleScaler, Weights
 from kilat.policy.scale.window import RoleWorker, Window
 
 WINDOW_S = 1.0
+
+
+def role_worker(v: WorkerView) -> RoleWorker:
+    """What the scaler is told of a worker."""
+    return RoleWorker(
+        v.worker_id,
+        v.prefill_weight,
+        v.decode_weight,
+        queued_prompt_tokens=v.queued_prompt_tokens,
+        prefill_tokens_per_s=v.prefill_tokens_per_s,
+        running=v.running,
+        max_running=v.max_running,
+        draining=v.draining,
+        step_s=v.step_s,
+        row_s=v.row_s,
+        pages_used=v.n_pages - v.free_pages,
+        n_pages=v.n_pages,
+    )
 
 
 class Measured(Protocol):
@@ -40,6 +59,11 @@ class Roles:
         self._tpot_s: list[float] = []
         self._seen: dict[Measured, int] = {}
 
+    @property
+    def wished(self) -> int:
+        """How many workers would keep the targets; 0 before the first window."""
+        return self._scaler.wished
+
     def routed(self, n_tokens: int) -> None:
         """A new request has so many prompt tokens that must be computed."""
         self._prompt_tokens += n_tokens
@@ -56,18 +80,7 @@ class Roles:
             return None
         for one in running:
             self._measure(one)
-        workers = [
-            RoleWorker(
-                v.worker_id,
-                v.prefill_weight,
-                v.decode_weight,
-                v.queued_prompt_tokens,
-                v.prefill_tokens_per_s,
-                v.running,
-                v.max_running,
-            )
-            for v in self._dispatcher.views()
-        ]
+        workers = [role_worker(v) for v in self._dispatcher.views()]
         window = Window(workers, seconds, self._prompt_tokens, self._ttft_s, self._tpot_s)
         self._began_s, self._prompt_tokens, self._ttft_s, self._tpot_s = now_s, 0, [], []
         changed = self._scaler.on_window(window, now_s)

@@ -23,7 +23,6 @@ from kilat.cluster.gateway.prompt import PromptBuilder
 from kilat.cluster.gateway.protocol import Common, CompletionRequest
 from kilat.cluster.gateway.roles import Roles
 from kilat.cluster.gateway.workers import WorkerState
-from kilat.policy.scale.config import ScaleConfig
 from kilat.policy.scale.roles import RoleScaler
 from kilat.wire.messages import Hello
 from kilat.wire.sampling import SamplingParams
@@ -62,9 +61,8 @@ class Gateway:
         self.metrics = GatewayMetrics(fleet, lambda: len(self._open))
         self._clock = time.monotonic
         self.roles: Roles | None = None
-        if config.ttft_slo_s is not None and config.tpot_slo_s is not None:
-            scaler = RoleScaler(ScaleConfig(config.ttft_slo_s, config.tpot_slo_s))
-            self.roles = Roles(scaler, fleet.dispatcher, self._clock())
+        if (scale := config.scale) is not None:
+            self.roles = Roles(RoleScaler(scale), fleet.dispatcher, self._clock())
             fleet.on_new = self.roles.routed
 
     def why_not_ready(self) -> CapacityError | None:
@@ -195,6 +193,9 @@ class Gateway:
     def _move_shares(self, roles: Roles, now_s: float) -> None:
         for worker_id, (prefill, decode) in (roles.tick(self._open, now_s) or {}).items():
             event(_log, "roles", worker=worker_id, prefill_weight=prefill, decode_weight=decode)
+        if roles.wished != self.metrics.workers_wished:
+            event(_log, "workers_wished", workers=roles.wished)
+        self.metrics.workers_wished = roles.wished
 
     def _sweep_one(self, generation: Generation, scope: Scope, now_s: float) -> None:
         if generation.inbox.error is not None:

@@ -4,20 +4,20 @@ from collections.abc import Iterable, Iterator
 
 from kilat.base import metrics as names
 from kilat.policy.route.loads import Loads
+from kilat.policy.route.steps import StepTimes
 from kilat.policy.route.views import WorkerView
 from kilat.wire.messages import Hello, Status
 
-STEP_WEIGHT = 0.3
-PROMPT_KEPT = 0.9
-MIN_RATE_TOKENS = 64
-"""Of prompt, before a rate is believed."""
+SLOWNESS_WEIGHT = 0.1
+"""Of the newest interval."""
 
 
 class WorkerState:
     """One life of one worker. ``name`` stays when it is started again, ``worker_id`` does not.
 
     ``retiring``: it has been asked to give its sessions away and end. ``fatal``: its last words. The weights are its shares of the two kinds
-    of work, and may be changed while it runs.
+    of work, and may be changed while it runs. ``times`` belongs to all workers: what one has not done yet is known from the others;
+    ``slowness`` is how many times as long this one takes.
     """
 
     def __init__(self, worker_id: str, name: str, weights: tuple[float, float], now_s: float) -> None:
@@ -29,9 +29,8 @@ class WorkerState:
         self.heard_at_s = now_s
         self.fatal: str | None = None
         self.retiring = False
-        self.step_s = 0.0
-        self._prompt_tokens = 0.0
-        self._prompt_s = 0.0
+        self.times = StepTimes()
+        self.slowness = 1.0
 
     @property
     def takes_sessions(self) -> bool:
@@ -49,7 +48,7 @@ class WorkerState:
         return self.status.gauges.get(names.STEP_AGE, 0.0) if self.status is not None else 0.0
 
     def on_status(self, status: Status) -> None:
-        """Keep it, and measure rates between it and the last one that differs in steps."""
+        """Keep it, and learn from what was done since the one before it."""
         before, self.status = self.status, status
         if before is None:
             return
@@ -57,23 +56,13 @@ class WorkerState:
         def grown(name: str) -> float:
             return status.counters.get(name, 0.0) - before.counters.get(name, 0.0)
 
-        n_steps, seconds = status.step - before.step, grown(names.STEP_SECONDS)
-        n_prefill = grown(names.PREFILL_TOKENS)
-        if n_steps <= 0 or seconds <= 0:
-            return
-        if n_prefill > 0:
-            self._prompt_tokens = self._prompt_tokens * PROMPT_KEPT + n_prefill
-            self._prompt_s = self._prompt_s * PROMPT_KEPT + max(seconds - n_steps * self.step_s, 0.0)
-        elif grown(names.OUTPUT_TOKENS) >= n_steps:
-            step_s = seconds / n_steps
-            self.step_s += (step_s - self.step_s) * (STEP_WEIGHT if self.step_s else 1.0)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens per second of computing them, 0 while not known."""
-        if self._prompt_tokens < MIN_RATE_TOKENS or self._prompt_s <= 0:
-            return 0.0
-        return self._prompt_tokens / self._prompt_s
+        work = status.step - before.step, grown(names.PREFILL_TOKENS), grown(names.OUTPUT_TOKENS)
+        seconds = grown(names.STEP_SECONDS)
+        if work[0] > 0 and seconds > 0:
+            self.times.measured(*work, seconds)
+            expected_s = self.times.seconds(*work)
+            if expected_s > 0:
+                self.slowness += SLOWNESS_WEIGHT * (seconds / expected_s - self.slowness)
 
     def view(self, loads: Loads) -> WorkerView:
         """For the router. Pages come from its last status, load from what was given to it since."""
@@ -92,8 +81,9 @@ class WorkerState:
             free_pages=free,
             n_pages=n_pages,
             queued_prompt_tokens=load.queued_prompt_tokens,
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
-            step_s=self.step_s,
+            prefill_tokens_per_s=self.times.prompt_tokens_per_s / self.slowness,
+            step_s=self.times.decode_s(max(load.running, 1)) * self.slowness,
+            row_s=self.times.row_s * self.slowness,
             draining=not self.takes_sessions,
             seen_s=self.heard_at_s,
             max_running=hello.max_num_seqs if hello is not None else 0,
@@ -107,6 +97,7 @@ class Workers:
         self._workers: dict[str, WorkerState] = {}
         self._gone_counters: dict[str, float] = {}
         self._complete = False
+        self._times = StepTimes()
 
     def __iter__(self) -> Iterator[WorkerState]:
         return iter(self._workers.values())
@@ -116,6 +107,7 @@ class Workers:
 
     def add(self, worker: WorkerState) -> None:
         self._workers[worker.worker_id] = worker
+        worker.times = self._times
 
     def remove(self, worker_id: str) -> WorkerState | None:
         """It is gone. What it has counted stays in the totals."""

@@ -14,6 +14,8 @@ class RouterConfig:
     session_steps        decode steps that one more session costs the others of its worker; how much load counts against cached pages
     stall_share          part of the time of a prompt chunk that counts for each session decoding beside it
     move_s, page_move_s  seconds to read pages from a peer: for each move, and for each page, until they have been measured
+    target_step_s        what workers keep their steps to while they decode beside a prompt, which gets the time that is left;
+                         None: they do not, and stall_share says what a prompt costs those that decode
     move_margin          moving must be estimated so many times cheaper than computing
     """
 
@@ -24,6 +26,7 @@ class RouterConfig:
     move_s: float = 0.005
     page_move_s: float = 0.001
     move_margin: float = 1.5
+    target_step_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("dead_after_s", "move_margin"):
@@ -32,3 +35,5 @@ class RouterConfig:
         for name in ("local_prompt_tokens", "session_steps", "stall_share", "move_s", "page_move_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, allowed 0 or more")
+        if self.target_step_s is not None and not self.target_step_s > 0:
+            raise ConfigError(f"target_step_s is {self.target_step_s}, allowed above 0")

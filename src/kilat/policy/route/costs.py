@@ -11,6 +11,8 @@ WEIGHT = 0.2
 
 UNKNOWN_TOKENS_PER_S = 1000.0
 UNKNOWN_STEP_S = 0.05
+LEAST_ROOM = 0.05
+"""Part of a worker's time that a prompt gets however many sessions decode there."""
 
 
 class LinkRate:
@@ -61,7 +63,7 @@ class Costs:
     def prefill(self, w: WorkerView, n_held: int, peer: str | None, n_peer: int) -> Prefill:
         """On ``w``, which holds ``n_held`` pages, while ``peer`` holds ``n_peer`` and could lend them."""
         r = self.request
-        rate = w.prefill_tokens_per_s or self._mean_rate
+        rate = (w.prefill_tokens_per_s or self._mean_rate) * self._room(w)
         n_lent, lend_from, move_s = 0, None, 0.0
         if peer is not None and n_peer > n_held:
             fetch_s = self.link.seconds(n_peer - n_held)
@@ -71,9 +73,15 @@ class Costs:
         queue_s, compute_s = w.queued_prompt_tokens / rate, n_left / rate
         # a prompt for which a worker without the role was let through counts as if it had it
         total_s = (queue_s + compute_s) / (w.prefill_weight or 1.0) + move_s
-        if n_left > self.config.local_prompt_tokens:
+        if n_left > self.config.local_prompt_tokens and self.config.target_step_s is None:
             total_s += compute_s * self.config.stall_share * w.running
         return Prefill(n_held, n_lent, lend_from, n_left, queue_s, move_s, compute_s, total_s)
+
+    def _room(self, w: WorkerView) -> float:
+        """Part of a worker's time that prompts get, where steps keep to a target while sessions decode."""
+        if self.config.target_step_s is None or not w.running:
+            return 1.0
+        return max(1 - (w.step_s or self._mean_step_s) / self.config.target_step_s, LEAST_ROOM)
 
     def decode_s(self, w: WorkerView) -> float:
         """What one more session costs on ``w``, by the sessions it has and its role share."""

@@ -12,8 +12,8 @@ class WorkerView:
     ``prefill_weight`` and ``decode_weight`` are its shares of the two kinds of work, 0 or more; with 0 it does that work only when
     nobody else can, or when it is cheaper than moving it. ``running`` and ``waiting`` are sessions, ``queued_prompt_tokens`` prompt
     tokens it has been given and has not computed; all three include what was sent to it since its last status (see ``Loads``).
-    ``free_pages`` counts pages that a new session can take: free and cached ones. ``prefill_tokens_per_s`` and ``step_s`` (a step
-    that only decodes) are measured; 0 means not known. ``seen_s`` is when it was last heard of, on the clock of ``now_s``.
+    ``free_pages`` counts pages that a new session can take: free and cached ones. ``prefill_tokens_per_s``, ``step_s`` (a step
+    that only decodes its running sessions) and ``row_s`` (what one more adds to it) are measured; 0 means not known. ``seen_s`` is when it was last heard of, on the clock of ``now_s``.
     ``max_running``: sessions it runs at once, 0 for not known.
     """
 
@@ -27,6 +27,7 @@ class WorkerView:
     queued_prompt_tokens: int = 0
     prefill_tokens_per_s: float = 0.0
     step_s: float = 0.0
+    row_s: float = 0.0
     draining: bool = False
     seen_s: float = 0.0
     max_running: int = 0

@@ -4,26 +4,34 @@ from dataclasses import dataclass
 
 from kilat.base.errors import ConfigError
 
+BESIDE = 0.9
+"""Part of the TPOT target that a step keeps to which decodes beside a chunk of a prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScaleConfig:
     """Targets and how slowly shares move. Raises ConfigError.
 
     ttft_slo_s, tpot_slo_s  targets of the time to the first token and of the time per output token
-    quantile                of the measured times that is compared with the targets
-    act_above               pressure (measured / target) above which shares move at all
-    ratio                   how many times the pressure of one side must be that of the other
-    patience                windows in a row that must want the same direction
-    cool_down_s             seconds after a change in which nothing is changed
+    quantile      of the measured times that is compared with the targets
+    act_above     pressure (needed / there) above which shares move at all
+    ratio         how many times lower than that it must be for fewer workers to be set apart
+    patience      windows in a row that must want the same direction
+    cool_down_s   seconds after a change in which nothing is changed
+    least_workers, most_workers  bounds of the number of workers that is wished for; 0: as many as it takes
+    fewer_after   windows in a row in which fewer workers would do, before fewer are wished for
     """
 
     ttft_slo_s: float
     tpot_slo_s: float
     quantile: float = 0.9
     act_above: float = 0.8
-    ratio: float = 1.5
+    ratio: float = 1.25
     patience: int = 2
     cool_down_s: float = 3.0
+    least_workers: int = 1
+    most_workers: int = 0
+    fewer_after: int = 60
 
     def __post_init__(self) -> None:
         for name in ("ttft_slo_s", "tpot_slo_s", "act_above"):
@@ -31,9 +39,14 @@ class ScaleConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}, allowed above 0")
         if not 0 < self.quantile <= 1:
             raise ConfigError(f"quantile is {self.quantile}, allowed above 0 to 1")
-        if not self.ratio >= 1:
-            raise ConfigError(f"ratio is {self.ratio}, allowed 1 or more")
-        if self.patience < 1:
-            raise ConfigError(f"patience is {self.patience}, allowed 1 or more")
-        if not self.cool_down_s >= 0:
-            raise ConfigError(f"cool_down_s is {self.cool_down_s}, allowed 0 or more")
+        for name in ("ratio", "patience", "least_workers", "fewer_after"):
+            if not getattr(self, name) >= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, allowed 1 or more")
+        for name in ("cool_down_s", "most_workers"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, allowed 0 or more")
+
+    @property
+    def target_step_s(self) -> float:
+        """What a step with a chunk of a prompt in it keeps to, where sessions decode."""
+        return BESIDE * self.tpot_slo_s

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class RoleWorker:
-    """A worker that lives: its weights, the prompt tokens in its queue, its prefill rate (0: not known), sessions it has and can run at
-    once (0: not known)."""
+    """A worker that lives: its weights, the prompt tokens in its queue, how fast it computes prompts alone, sessions it has and can run at
+    once, seconds of a step that decodes those it has, what one more adds to it, and its pages that sessions use of all it has. Rates, times
+    and limits: 0 for not known."""
 
     worker_id: str
     prefill_weight: float
@@ -17,6 +18,10 @@ class RoleWorker:
     running: int = 0
     max_running: int = 0
     draining: bool = False
+    step_s: float = 0.0
+    row_s: float = 0.0
+    pages_used: int = 0
+    n_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
