@@ -5,13 +5,13 @@
 Workers are processes that are bound to cores; gateway and this client take what is left of them. Arms alternate, figures are medians
 over rounds (min-max).
 
-interference  16 streams decode; 4,000-token prompts keep arriving, one after the other. Time between tokens and time to the first token of
+interference  16 streams decode; 4,000-token prompts (and 3 tokens more) keep arriving, one after the other. Time between tokens and time to the first token of
               the prompts: one prefill and one decode worker with a core each, one unified worker with two, each also without prompts.
 hand_over     one 4,000-token prompt at a time: through prefill -> decode against a plain worker with one core; bytes that were moved
               against the pages of the prompt.
 prefix        four workers, a new 2,000-token system prompt each round: one request that computes it, then others one by one
               while those before still run; the first one that each further worker gets is a hit through the index.
-moves         two workers, 4 streams each; one worker is drained: the longest pause of the streams that move, in steps.
+moves         two workers, 4 streams each; one worker is drained: the longest pauses of as many streams as move, in steps.
 """
 
 import argparse
@@ -37,6 +37,8 @@ from kilat.cli.server import ChildServer
 
 START_S = 300.0
 POOL_BYTES = 1_500_000_000
+SETTLE_S = 5.0
+"""Of idleness after the start, in which workers get their pools' memory from the system."""
 PAGE_TOKENS = 16
 VOCAB = range(1000, 40_000)
 SECTIONS = ("interference", "hand_over", "prefix", "moves")
@@ -84,6 +86,7 @@ def serving(args: argparse.Namespace, **kinds: tuple[str, ...]) -> Iterator[dict
     try:
         for name, options in kinds.items():
             servers[name] = Server(args, *options)
+        time.sleep(SETTLE_S)
         yield servers
     finally:
         for server in servers.values():
@@ -143,7 +146,7 @@ async def window(
                 continue
             sent_s = time.perf_counter()
             first: list[float] = []
-            one = asyncio.create_task(follow(client, body_of(args, ids(draw, args.prompt), 1), first))
+            one = asyncio.create_task(follow(client, body_of(args, ids(draw, args.prompt), 4), first))
             await asyncio.wait([one], timeout=max(began_s + 3 * args.seconds - sent_s, 1))
             if not one.done():
                 one.cancel()
@@ -190,7 +193,12 @@ def interference(args: argparse.Namespace) -> dict[str, Any]:
     }
     lines = [[n, *(_text(row.get(f)) for f in fields)] for n, row in sorted(rows.items())]
     print_table(f"{args.streams} streams, prompts of {args.prompt} tokens", ["arm", *fields], lines)
-    return {"rows": rows, "rounds": rounds, "hand_overs": hand_overs}
+    ratios = {}
+    for kind in kinds:
+        pairs = zip(rounds[f"{kind}, prompts"], rounds[f"{kind}, idle"])
+        ratios[kind] = spread([loaded["p99_ms"] / idle["p99_ms"] for loaded, idle in pairs])
+        print(f"{kind}: p99 beside prompts / idle {_text(ratios[kind])}")
+    return {"rows": rows, "p99_ratios": ratios, "rounds": rounds, "hand_overs": hand_overs}
 
 
 # -- hand-over --------------------------------------------------------------------------------------------------------------------
@@ -318,16 +326,17 @@ async def drained(server: Server, args: argparse.Namespace, draw: random.Random)
         tasks = [asyncio.create_task(follow(client, body_of(args, ids(draw, 200), 400), t)) for t in streams]
         while not all(len(t) > 20 for t in streams):
             await asyncio.sleep(0.02)
+        await asyncio.sleep(1.0)  # the prompts of the last ones made the others wait
         before_s = time.perf_counter()
         async with httpx.AsyncClient(base_url=server.url, timeout=120, trust_env=False) as http:
             told = await http.post("/cluster/workers/worker-0/drain", json={"restart": True})
             assert told.status_code == 200, told.text
+        after_s = time.perf_counter()
         await asyncio.gather(*tasks)
     pauses = []
     for times in streams:
-        near = [(b - a, a) for a, b in pairwise(times) if before_s - 0.5 < b < before_s + 3.0]
-        step_s = median(b - a for a, b in pairwise(times) if a > before_s + 0.2)
-        pauses.append(max(near)[0] / step_s)
+        step_s = median(b - a for a, b in pairwise(times) if a > after_s)
+        pauses.append(max(b - a for a, b in pairwise(times) if b > before_s and a < after_s) / step_s)
     # Which ones moved is not told; they are taken to be those with the longest pauses.
     return sorted(pauses, reverse=True)[: told.json()["moved_sessions"]]
 
