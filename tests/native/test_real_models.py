@@ -1,6 +1,7 @@
 """Real weights: the runtime's ids are the engine's, greedy and sampled, with block formats kept and widened; so are kilat-native's."""
 
 import subprocess
+import time
 
 import pytest
 
@@ -66,3 +67,12 @@ def test_program_gives_the_librarys_text(tmp_path, capsys):
         [f"{tmp_path}/kilat-native", str(tmp_path), "-p", "x"], capture_output=True, text=True, timeout=60
     )
     assert wrong.returncode == 1 and "config.json" in wrong.stderr
+
+
+def test_a_first_token_costs_little_processor_time():
+    """Opening, packing and touching, on all threads together; whatever else the machine does, this does not grow."""
+    path = resolve("smollm2").path
+    before = time.process_time()
+    with NativeModel(path) as model, model.session() as session:
+        session.prefill(model.encode("The capital of France is"), Sampling())
+    assert time.process_time() - before < 1.0

@@ -1,6 +1,8 @@
 """The Python binding: what it gives, what it refuses, and that a session can be put away and taken up again."""
 
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,3 +142,23 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch, tmp_path
     monkeypatch.setenv("KILAT_CACHE_DIR", str(tmp_path))
     with pytest.raises(ConfigError, match=r"no C\+\+ compiler.*install"):
         library.load()
+
+
+def tasks() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system has no processor masks")
+def test_helpers_have_a_processor_each_where_there_are_as_many_threads_as_processors(gguf):
+    allowed = os.sched_getaffinity(0)
+    for threads in (len(allowed), len(allowed) + 1):
+        before = tasks()
+        with NativeModel(gguf, threads=threads):
+            masks = [os.sched_getaffinity(task) for task in tasks() - before]
+        assert len(masks) == threads - 1
+        if threads == len(allowed):
+            taken = set().union(*masks) if masks else set()
+            assert all(len(mask) == 1 for mask in masks) and len(taken) == len(masks)
+        else:
+            assert all(mask == allowed for mask in masks)
+    assert os.sched_getaffinity(0) == allowed

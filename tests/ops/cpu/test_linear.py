@@ -114,3 +114,12 @@ def test_input_that_does_not_fit_is_refused(kernels, x):
 def test_dtype_that_no_kernel_has_is_refused(kernels):
     with pytest.raises(EngineError, match="float16"):
         kernels.pack_linear(torch.zeros(4, 4, dtype=torch.float16), None)
+
+
+@pytest.mark.parametrize(("n", "k"), [(32, 64), (70, 33), (5, 6), (129, 100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_packed_weight_are_the_weights_rows(kernels, dtype, n, k):
+    weight = normal(n, n, k, dtype=dtype)
+    ids = torch.arange(2 * n, dtype=torch.int32) * 7 % n
+    rows = kernels.blocks.gather(ids, kernels.pack_linear(weight, torch.zeros(n, dtype=dtype)))
+    assert rows.dtype == dtype and torch.equal(rows, weight[ids.long()])
