@@ -10,10 +10,6 @@ passed() { echo "== $1 after $(($(date +%s) - began)) s"; }
 
 # the path without bulk copies, which older devices take, is run here too
 FLAGS=-DKILAT_NO_BULK sh native/cuda/build.sh build/native/no_bulk/libkilat_cuda.so &
-# and what the two sizes of the stream (stream.cuh) are worth on this device
-for size in IN_FLIGHT=2 AHEAD=0 AHEAD=4; do
-  FLAGS=-DKILAT_$size sh native/cuda/build.sh "build/native/$size/libkilat_cuda.so" &
-done
 sh native/cuda/build.sh || exit 1
 wait
 passed "built"
@@ -23,8 +19,3 @@ timeout 100 python3 bench/native_gpu.py --out "$out/native_gpu.json"
 passed "measured"
 timeout 60 python3 bench/native_gpu.py --models 1b --formats bf16 --steps 300 --library build/native/no_bulk/libkilat_cuda.so
 passed "measured without bulk copies"
-for size in IN_FLIGHT=2 AHEAD=0 AHEAD=4; do
-  echo "== $size"
-  timeout 60 python3 bench/native_gpu.py --formats bf16 --steps 300 --library "build/native/$size/libkilat_cuda.so"
-done
-passed "measured with other sizes of the stream"

@@ -2,7 +2,7 @@
 //
 // A bf16 number lies in the upper half of a 32-bit word whose lower half is the tag of the phase that wrote it; a number and its tag are
 // one store, so who sees the tag has the number. Readers load what they need and load again what is not there yet: one trip through the
-// device's cache instead of a fence, an atomic and a poll before it. Partial sums of attention are fp32 with a 32-bit tag beside.
+// device's cache instead of a fence, an atomic and a poll before it. Partial sums of attention are fp32, three beside a 32-bit tag.
 //
 // A word is written again two layers later at the earliest. In between lies a phase to which every block contributes and for which all
 // wait (the host asks for a barrier per layer where a matrix is too small for that), so no reader is that late.
@@ -35,14 +35,17 @@ class Patience {
   unsigned polls_ = 0;
 };
 
-struct TaggedFloat {
-  float value;
+// An element of a span's attention: its sum, and the maximum and total of its head's scores. The tag travels in the same store.
+struct alignas(16) Partial {
+  float sum, top, total;
   unsigned tag;
 };
-__device__ inline void store_tagged(TaggedFloat *p, float value, unsigned tag) { store_words_2(p, __float_as_uint(value), tag); }
-__device__ inline TaggedFloat load_tagged(const TaggedFloat *p) {
-  const uint2 v = load_words_2(p);
-  return {__uint_as_float(v.x), v.y};
+__device__ inline void store_partial(Partial *p, const float3 &v, unsigned tag) {
+  store_words_4(p, make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), tag));
+}
+__device__ inline Partial load_partial(const Partial *p) {
+  const uint4 v = load_words_4(p);
+  return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), v.w};
 }
 
 }  // namespace kilat_cuda

@@ -8,29 +8,29 @@ namespace kilat_cuda {
 // Barriers of one launch. The counter in memory only grows (and wraps); the host knows where it stands when a launch begins.
 class Grid {
  public:
-  __device__ explicit Grid(const Step &step)
-      : counter_(step.session.barrier), passed_(step.barriers), trace_(step.session.trace) {}
+  __device__ explicit Grid(const Step &step) : session_(step.session), passed_(step.barriers) {}
 
   // All threads: what any thread of the grid wrote before, every thread may read after (past L1).
   __device__ void sync() {
     sync_threads();
     ++passed_;
     if (threadIdx.x == 0) {
-      add_release(counter_, 1);
+      add_release(session_.barrier, 1);
       const unsigned target = passed_ * gridDim.x;
-      for (Patience patience; int(load_acquire(counter_) - target) < 0;) patience.round();
+      for (Patience patience; int(load_acquire(session_.barrier) - target) < 0;) patience.round();
     }
     sync_threads();
   }
 
   // Block 0 notes its clock.
   __device__ void mark() {
-    if (trace_ && blockIdx.x == 0 && threadIdx.x == 0) *trace_++ = clock64();
+    if (session_.trace && blockIdx.x == 0 && threadIdx.x == 0) session_.trace[marks_++] = clock64();
   }
 
  private:
-  unsigned *counter_, passed_;
-  long long *trace_;
+  const SessionView &session_;
+  unsigned passed_;
+  int marks_ = 0;
 };
 
 // Sum over the block, the same bits on every thread; `scratch` is 32 values of shared memory. Two barriers.

@@ -20,7 +20,7 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kBlockThreads = kThreads + 32;  // and one that brings the weights
 constexpr int kTileRows = 16;
 constexpr int kUnitColumns = 64;
-constexpr int kScratch = 32;  // floats of shared memory for sums over a block
+constexpr int kScratch = 32;  // floats of shared memory: of warps for sums over a block, then the block's item of attention
 constexpr int kMostHidden = kThreads * 4 * 8;  // what the registers of a block hold of a vector
 constexpr int kRows = 8;  // tokens that one pass over the weights can serve: the columns of the product instruction
 

@@ -134,18 +134,34 @@ __device__ inline uint4 load_words(const uint32_t *p) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
-__device__ inline uint2 load_words_2(const void *p) {
-  uint2 v;
-  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
-  return v;
+// The same of 16 bytes that are there all at once, or not at all: one access, not four words.
+__device__ inline uint4 load_words_4(const void *p) {
+  uint64_t lo, hi;
+  asm volatile(
+      "{\n"
+      ".reg .b128 v;\n"
+      "ld.relaxed.gpu.global.b128 v, [%2];\n"
+      "mov.b128 {%0, %1}, v;\n"
+      "}\n"
+      : "=l"(lo), "=l"(hi)
+      : "l"(p)
+      : "memory");
+  return make_uint4(uint32_t(lo), uint32_t(lo >> 32), uint32_t(hi), uint32_t(hi >> 32));
+}
+__device__ inline void store_words_4(void *p, const uint4 &v) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 v;\n"
+      "mov.b128 v, {%1, %2};\n"
+      "st.relaxed.gpu.global.b128 [%0], v;\n"
+      "}\n" ::"l"(p),
+      "l"(uint64_t(v.y) << 32 | v.x), "l"(uint64_t(v.w) << 32 | v.z)
+      : "memory");
 }
 __device__ inline uint32_t load_word(const uint32_t *p) {
   uint32_t v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
-}
-__device__ inline void store_words_2(void *p, uint32_t a, uint32_t b) {
-  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(a), "r"(b) : "memory");
 }
 __device__ inline void store_bits(uint32_t *p, uint32_t word) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(word) : "memory");

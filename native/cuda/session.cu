@@ -26,7 +26,7 @@ void carve(kilat_device_session &s, int64_t context, bool keep_layers, Carver &c
   v.logits = c.take<float>(int64_t(m.shape[kHead].tiles) * kTileRows);
   v.layers = keep_layers ? c.take<__nv_bfloat16>(int64_t(m.layers + 1) * m.hidden) : nullptr;
   s.activation_bytes = c.used() - s.kv_bytes - s.table_bytes;
-  v.partial = reinterpret_cast<TaggedFloat *>(c.take<uint64_t>(kRows * groups * v.max_splits * 8 * (m.head_dim + 2)));
+  v.partial = reinterpret_cast<Partial *>(c.take<uint4>(kRows * groups * v.max_splits * 8 * m.head_dim));
   v.tops = c.take<unsigned long long>(2 * s.model->blocks);
   v.bins = c.take<unsigned long long>(4 * 256);
   v.barrier = c.take<unsigned>(1);

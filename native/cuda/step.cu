@@ -56,8 +56,10 @@ __device__ inline void gather(const Step &step, int index, int row, bool waits, 
     uint4 words[kAtOnce];
     unsigned missing = 0;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
+    for (int i = 0; i < kAtOnce; ++i) {
+      words[i] = make_uint4(0, 0, 0, 0);  // registers that are only written sometimes would be kept through all layers
       if (first + i * kStride < n) missing |= 1u << i;
+    }
     for (Patience patience;; patience.round()) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
@@ -99,7 +101,7 @@ __device__ inline void normalized(const Step &step, int index, int row, bool wai
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = (i * kThreads + thread) * 4;
-    if (at < n) weights[i] = __ldg(reinterpret_cast<const uint2 *>(norm + at));
+    weights[i] = at < n ? __ldg(reinterpret_cast<const uint2 *>(norm + at)) : make_uint2(0, 0);
   }
   float squares = 0;
   const auto add = [&](const uint2 &p) {
@@ -211,7 +213,8 @@ __device__ inline Share share_of_block(const Step &step) {
   return {step.session.logits + first, first, min(end * kTileRows, m.vocab) - first};
 }
 
-__device__ __noinline__ void draw_next(const Step &step, Grid &grid, char *work) {
+// Takes a copy: the barriers and clocks of the layers stay in registers.
+__device__ __noinline__ void draw_next(const Step &step, Grid grid, char *work) {
   Sampler(step, grid, share_of_block(step), work).run();
 }
 
@@ -233,14 +236,17 @@ __device__ inline void compute(const Step &step, const Rings &rings, const Matri
   Stream stream(step, rings, Cursor(step, matrices, threadIdx.x / 32, step.first_matrix, last));
   Grid grid(step);
   grid.mark();
-  Turn turn(step.first_matrix);
-  AttentionItem item = item_of(step, blockIdx.x);  // of one token there are no more items than blocks
+  Turn turn;
+  // of one token there are no more items than blocks. It lies in shared memory: registers are what the products need
+  AttentionItem &item = *reinterpret_cast<AttentionItem *>(scratch + kWarps);
+  if (threadIdx.x == 0) item = item_of(step, blockIdx.x);
+  sync_threads();
 #pragma unroll 1
-  for (int index = step.first_matrix; index <= last; ++index, turn.next()) {
+  for (int index = step.first_matrix; index <= last; turn.next(m.shape[kind_of(m, index++)])) {
     const int kind = kind_of(m, index), columns = m.shape[kind].columns;
     int begin, end;
     tiles_of_rank(m.shape[kind], turn.rank(kind), begin, end);
-    if (!kMany && kind == kQkv) {  // what attention needs of the past comes nearer now
+    if (!kMany && kind == kQkv) {  // all threads write the same span. What attention needs of the past comes nearer now
       set_span(step, index / kLayerMatrices, item);
       if (item.exists()) look_ahead(step, index / kLayerMatrices, item);
     }

@@ -43,7 +43,7 @@ struct SessionView {
   uint32_t *normed;          // [kRows, hidden], of passes with several tokens
   float *logits;             // [tiles of the head * 16]
   __nv_bfloat16 *layers;     // [layers + 1, hidden] or null: what entered each layer
-  struct TaggedFloat *partial;  // [kRows, head groups, max_splits, 8, head_dim + 2]: sums, then maximum and total
+  struct Partial *partial;   // [kRows, head groups, max_splits, 8, head_dim]: what attention to a span gives
   unsigned long long *tops;  // [2, blocks]: maxima of blocks, then sums of blocks
   unsigned long long *bins;  // [4, 256] of the sampler
   unsigned *barrier;         // counts arrivals of blocks, and wraps

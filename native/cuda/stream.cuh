@@ -10,17 +10,10 @@
 #include "ptx.cuh"
 #include "step.h"
 
-#ifndef KILAT_IN_FLIGHT
-#define KILAT_IN_FLIGHT 1
-#endif
-#ifndef KILAT_AHEAD
-#define KILAT_AHEAD 2
-#endif
-
 namespace kilat_cuda {
 
-constexpr int kInFlight = KILAT_IN_FLIGHT;
-constexpr int kAhead = KILAT_AHEAD;     // chunks of a warp beyond its full ring: on an H200 some 17 of the cache's 60 MB
+constexpr int kInFlight = 1;
+constexpr int kAhead = 2;               // chunks of a warp beyond its full ring: on an H200 some 17 of the cache's 60 MB
 constexpr unsigned kPaceClocks = 3500;  // between them: about the time in which memory brings one for every warp
 
 // The tiles of a matrix that the block of this rank works on.
@@ -29,20 +22,18 @@ __device__ inline void tiles_of_rank(const Shape &s, int rank, int &begin, int &
   end = begin + s.share + (rank < s.extra);
 }
 
-// Ranks of a block: they turn from matrix to matrix, so that the tiles more fall on all blocks alike. The head's ranks are the blocks'
-// numbers: its outputs are in their order.
+// Ranks of a block. The tiles more of a matrix go to the blocks behind those that had the last one's, as cards are dealt: at no point of
+// the pass has a block more than one tile more than another. The head's ranks are the blocks' numbers: its outputs are in their order.
 class Turn {
  public:
-  __device__ explicit Turn(int index) : rank_((blockIdx.x + index * kStep) % gridDim.x) {}
-  __device__ void next() {
-    rank_ += kStep;
-    while (rank_ >= int(gridDim.x)) rank_ -= gridDim.x;
+  __device__ void next(const Shape &last) {
+    rank_ -= last.extra;
+    if (rank_ < 0) rank_ += gridDim.x;
   }
   __device__ int rank(int kind) const { return kind == kHead ? int(blockIdx.x) : rank_; }
 
  private:
-  static constexpr int kStep = 37;
-  int rank_;
+  int rank_ = blockIdx.x;
 };
 
 __device__ inline int kind_of(const ModelView &m, int index) {
@@ -54,7 +45,7 @@ class Cursor {
  public:
   // At the first chunk of warp `warp` of the matrices `index` ... `last`; `matrices` is the table in shared memory.
   __device__ Cursor(const Step &step, const MatrixPlace *matrices, int warp, int index, int last)
-      : turn_(index), matrices_(matrices), warp_(warp), index_(index), last_(last) {
+      : matrices_(matrices), warp_(warp), index_(index), last_(last) {
     enter(step.model);
   }
 
@@ -65,16 +56,18 @@ class Cursor {
   __device__ void advance(const ModelView &m) {
     chunk_ += kWarps;
     if (to_tile()) return;
-    ++index_, turn_.next();
+    leave(m);
     enter(m);
   }
 
  private:
   __device__ int first_unit() const { return chunk_ << chunk_shift_; }
 
+  __device__ void leave(const ModelView &m) { turn_.next(m.shape[kind_of(m, index_++)]); }
+
   // At the first chunk of matrix index_, or of the next one of which the warp has any.
   __device__ void enter(const ModelView &m) {
-    for (; index_ <= last_; ++index_, turn_.next()) {
+    for (; index_ <= last_; leave(m)) {
       const int kind = kind_of(m, index_), format = matrices_[index_].format();
       tiles_of_rank(m.shape[kind], turn_.rank(kind), tile_, end_);
       units_ = m.shape[kind].units;

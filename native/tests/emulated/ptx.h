@@ -85,9 +85,9 @@ inline uint2 load_shared_8(uint32_t at) { return *shared_at<uint2>(at); }
 inline void add_release(unsigned *at, unsigned n) { *at += n; }
 inline unsigned load_acquire(const unsigned *at) { return __ldcg(at); }
 inline uint4 load_words(const uint32_t *p) { return __ldcg(reinterpret_cast<const uint4 *>(p)); }
-inline uint2 load_words_2(const void *p) { return __ldcg(static_cast<const uint2 *>(p)); }
+inline uint4 load_words_4(const void *p) { return __ldcg(static_cast<const uint4 *>(p)); }
 inline uint32_t load_word(const uint32_t *p) { return __ldcg(p); }
-inline void store_words_2(void *p, uint32_t a, uint32_t b) { *static_cast<uint2 *>(p) = {a, b}; }
+inline void store_words_4(void *p, const uint4 &v) { *static_cast<uint4 *>(p) = v; }
 inline void store_bits(uint32_t *p, uint32_t word) { *p = word; }
 
 }  // namespace kilat_cuda
