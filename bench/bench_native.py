@@ -1,23 +1,26 @@
 """One stream on the CPU: the native runtime beside the engine at batch 1, in one interleaved run.
 
     python bench/bench_native.py [--model smollm2] [--weights stored wide] [--lengths 128 1024 4096] [--tokens 2000] [--rounds 3]
-                                 [--program kilat-native] [--json FILE] [--svg FILE]
+                                 [--program kilat-native] [--peer llama_gaps] [--starts 10] [--json FILE] [--svg FILE]
 
 Each round does, for the runtime and then for the engine with the same weights: time to first token (TTFT) of a random prompt of each
 length, and the gaps between ``tokens`` / ``rounds`` greedy tokens after a prompt of 64. Of the gaps of all rounds: tokens/s (from the
 mean), p50, p99, p99.9, max. ``wait`` is the time in which a core was wanted by more than it had, from /proc/pressure/cpu, as a share of
-the wall time: above some percent a figure says more about the machine's other work. ``start`` is from the start of a process to its
-first token, file in the page cache, best of ``rounds``: ``kilat-native`` as a program, and Python with the engine.
+the wall time: above some percent a figure says more about the machine's other work. ``start`` is from the start of a process to the
+first byte of its first token on its stdout, file in the page cache, median and largest of ``starts``: ``kilat-native`` as a program,
+``kilat native``, and Python with the engine. ``--peer`` is bench/llama_gaps.cpp, for models that are a GGUF file.
 """
 
 import argparse
 import itertools
+import os
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,8 @@ GREEDY = Sampling()
 START_ENGINE = (
     "import sys\nfrom kilat.llm import LLM\nfrom kilat.wire.sampling import SamplingParams\n"
     "with LLM(sys.argv[1], max_num_seqs=1, max_model_len=4096) as llm:\n"
-    "    llm.generate('Hello', SamplingParams(temperature=0.0, max_tokens=1))\n"
+    "    done = llm.generate(['Hello'], SamplingParams(temperature=0.0, max_tokens=1))\n"
+    "    print(done[0].samples[0].text, flush=True)\n"
 )
 
 
@@ -48,7 +52,6 @@ class Times:
 
     ttft: dict[int, list[float]] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
-    start: list[float] = field(default_factory=list)
     wait_share: list[float] = field(default_factory=list)
 
 
@@ -79,6 +82,7 @@ class Native:
         token = session.prefill(prompt, GREEDY)
         out, before = [], time.perf_counter()
         for _ in range(n):
+            assert token is not None
             token = session.step(token, GREEDY)
             now = time.perf_counter()
             out.append((now - before) * 1e3)
@@ -122,9 +126,28 @@ class EngineAlone:
         return [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)]
 
 
-def one_round(
-    name: str, who: Native | EngineAlone, times: Times, args: argparse.Namespace, seed: int
-) -> None:
+class Peer:
+    """llama.cpp through bench/llama_gaps.cpp, a process a call; the time to load is left out."""
+
+    def __init__(self, program: str, path: Path, context: int, threads: int) -> None:
+        self._command = [program, str(path), str(threads), str(context)]
+
+    def _times(self, prompt: list[int], n: int) -> list[float]:
+        command = [*self._command, str(n), *map(str, prompt)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+        return [float(line) for line in done.stdout.split()]
+
+    def first_ms(self, prompt: list[int]) -> float:
+        return self._times(prompt, 0)[0]
+
+    def gaps_ms(self, prompt: list[int], n: int) -> list[float]:
+        return self._times(prompt, n)[1:]
+
+
+Contender = Native | EngineAlone | Peer
+
+
+def one_round(name: str, who: Contender, times: Times, args: argparse.Namespace, seed: int) -> None:
     rng = random.Random(seed)
     begin, waited = time.perf_counter(), pressure_s()
     for n in args.lengths:
@@ -136,9 +159,33 @@ def one_round(
 
 
 def start_ms(command: list[str]) -> float:
+    """From the start of a process to the first byte on its stdout."""
     begin = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return (time.perf_counter() - begin) * 1e3
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        first = os.read(process.stdout.fileno(), 1)
+        took = (time.perf_counter() - begin) * 1e3
+        process.communicate(timeout=120)
+    if process.returncode or not first:
+        raise RuntimeError(f"{command[:3]} wrote nothing and ended with {process.returncode}")
+    return took
+
+
+def measure_starts(args: argparse.Namespace, path: Path) -> dict[str, dict[str, float]]:
+    python = [sys.executable, "-c"]
+    main = "import sys; from kilat.cli.main import main; raise SystemExit(main(sys.argv[1:]))"
+    commands = {
+        f"kilat-native {w}": [args.program, str(path), "-p", "Hello", "-n", "1", "--weights", w]
+        for w in args.weights
+    }
+    commands["kilat native"] = [*python, main, "native", str(path), "-p", "Hello", "--max-tokens", "1"]
+    commands["engine in Python"] = [*python, START_ENGINE, str(path)]
+    out = {}
+    for name, command in commands.items():
+        n = args.starts if name != "engine in Python" else min(args.starts, 3)
+        times = sorted(start_ms(command) for _ in range(n))
+        out[name] = {"median": round(percentile(times, 50), 1), "max": round(times[-1], 1), "starts": n}
+    return out
 
 
 def summary(times: Times) -> dict[str, Any]:
@@ -154,7 +201,6 @@ def summary(times: Times) -> dict[str, Any]:
         "gaps": len(gaps),
         "ttft_ms": {str(n): round(min(values), 2) for n, values in times.ttft.items()},
         "ttft_ms_all": {str(n): [round(v, 2) for v in values] for n, values in times.ttft.items()},
-        "start_ms": round(min(times.start), 1) if times.start else None,
         "wait_percent": [round(100 * w, 1) for w in times.wait_share],
     }
 
@@ -162,10 +208,12 @@ def summary(times: Times) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Times]:
     path = fetch(args.model).path
     context = max([*args.lengths, PROMPT_TOKENS + args.tokens // args.rounds]) + 8
-    makers: dict[str, Callable[[], Native | EngineAlone]] = {}
+    makers: dict[str, Callable[[], Contender]] = {}
     for w in args.weights:
-        makers[f"native {w}"] = lambda w=w: Native(path, w, context, args.threads)
-        makers[f"engine {w}"] = lambda w=w: EngineAlone(args.model, w, context, args.threads)
+        makers[f"native {w}"] = partial(Native, path, w, context, args.threads)
+        makers[f"engine {w}"] = partial(EngineAlone, args.model, w, context, args.threads)
+    if args.peer:
+        makers["llama.cpp"] = partial(Peer, args.peer, path, context, args.threads)
     contenders = {name: make() for name, make in makers.items()}
     times = {name: Times() for name in contenders}
     for who in contenders.values():
@@ -173,12 +221,6 @@ def measure(args: argparse.Namespace) -> dict[str, Times]:
     for r in range(args.rounds):
         for name, who in contenders.items():
             one_round(name, who, times[name], args, args.seed + r)
-    if args.program:
-        for w in args.weights:
-            command = [args.program, str(path), "-p", "Hello", "-n", "1", "--weights", w]
-            times[f"native {w}"].start = [start_ms(command) for _ in range(args.rounds)]
-        command = [sys.executable, "-c", START_ENGINE, args.model]
-        times[f"engine {args.weights[0]}"].start = [start_ms(command) for _ in range(min(args.rounds, 2))]
     return times
 
 
@@ -196,6 +238,8 @@ def main() -> None:
     parser.add_argument(
         "--program", help="kilat-native, for the time from a process's start to its first token"
     )
+    parser.add_argument("--starts", type=int, default=10, help="processes to start with --program")
+    parser.add_argument("--peer", help="bench/llama_gaps.cpp, built")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
@@ -208,13 +252,15 @@ def main() -> None:
             f"{r['decode_tokens_per_s']:.1f}",
             *(f"{r['gap_ms'][p]:.2f}" for p in ("p50", "p99", "p99.9", "max")),
             *(f"{v:.1f}" for v in r["ttft_ms"].values()),
-            "" if r["start_ms"] is None else f"{r['start_ms']:.0f}",
             f"{max(r['wait_percent']):.0f}",
         ]
         for name, r in results.items()
     ]
     columns = ("", "tok/s", "p50 ms", "p99", "p99.9", "max", *(f"TTFT {n}" for n in args.lengths))
-    print_table(f"{args.model}, one stream", (*columns, "start ms", "wait %"), lines, n_text=1)
+    print_table(f"{args.model}, one stream", (*columns, "wait %"), lines, n_text=1)
+    starts = measure_starts(args, fetch(args.model).path) if args.program else {}
+    for name, s in starts.items():
+        print(f"start to first token, {name}: median {s['median']:.0f} ms, max {s['max']:.0f} ms")
     if args.svg:
         title = f"{args.model}, one stream: gaps between {args.tokens} tokens"
         args.svg.write_text(
@@ -228,7 +274,7 @@ def main() -> None:
             "rounds": args.rounds,
             "prompt_tokens": PROMPT_TOKENS,
         }
-        write_json(args.json, envelope(args, subject, shapes=shapes, results=results))
+        write_json(args.json, envelope(args, subject, shapes=shapes, results={**results, "start_ms": starts}))
 
 
 if __name__ == "__main__":
