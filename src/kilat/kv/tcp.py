@@ -9,12 +9,14 @@ from kilat.base.errors import PeerError
 from kilat.kv.board import Board
 from kilat.kv.checksum import page_checksum
 from kilat.kv.jobs import Job, Jobs, Lane
-from kilat.kv.tcp_frames import PIECE_BYTES, Ask, Broken, Wire, framed, in_pieces
+from kilat.kv.tcp_frames import Ask, Broken, Wire, framed
 from kilat.kv.tcp_server import TcpServer
 from kilat.kv.transport import WITHDRAWN, Done, Pages, compare_layout, layout_digest
 from kilat.wire.kv import Endpoint, Offer
 
 CONNECT_S = 5.0
+VERIFY_BYTES = 512 << 10
+"""Pages are verified while a core still has them in its cache."""
 
 
 class TcpAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -108,29 +110,27 @@ class _Peer:
         wire = self._wire
         wire.send([framed(Ask(job.offer.move_id, job.pages))], job.left_s)
         at = 0
-        sums: list[int] = []
         while True:
             reply = wire.receive_reply(job.left_s)
             if not reply.ok:
                 return reply.why or WITHDRAWN
-            if reply.checksums != sums:
-                raise PeerError("a page arrived damaged: its checksum is another")
-            into = job.into[at : at + reply.n_pages]
-            if len(into) != reply.n_pages or (not into and at < len(job.into)):
+            into = job.into[at : at + len(reply.checksums)]
+            if len(into) != len(reply.checksums) or (not into and at < len(job.into)):
                 raise PeerError("the peer sent another number of pages than it was asked for")
             if not into:
                 return ""
-            sums = self._receive(wire, job, into)
+            self._receive(wire, job, into, reply.checksums)
             at += len(into)
 
-    def _receive(self, wire: Wire, job: Job, into: Sequence[int]) -> list[int]:
-        """Fill these pages; returns their checksums."""
-        sums: list[int] = []
-        for pages in in_pieces(into, self._page_bytes, PIECE_BYTES):
+    def _receive(self, wire: Wire, job: Job, into: Sequence[int], checksums: Sequence[int]) -> None:
+        n = max(1, VERIFY_BYTES // self._page_bytes)
+        for at in range(0, len(into), n):
+            pages = into[at : at + n]
             wire.receive([self._page(p) for p in pages], job.left_s)
             job.n_bytes += len(pages) * self._page_bytes
-            sums += [page_checksum(self._memory[p]) for p in pages]
-        return sums
+            for page, checksum in zip(pages, checksums[at:]):
+                if page_checksum(self._memory[page]) != checksum:
+                    raise PeerError("a page arrived damaged: its checksum is another")
 
     def _dial(self, job: Job) -> Wire:
         address = self._address

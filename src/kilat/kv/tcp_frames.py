@@ -5,9 +5,9 @@
                                <-  MAGIC nonce proof          proof = HMAC-SHA256(secret, role, both nonces, life, layout)
     proof                      ->
                                <-  frame Ask(move, pages)
-    frame Reply page bytes ...                                one Reply before each batch of pages and one after the last
+    frame Reply(checksums) page bytes ... ->                  one Reply before each batch of pages and one after the last
 
-A Reply says that the move was open when the bytes before it were sent, and what their checksums are. Both sides prove that they know the deployment's secret; ``life``
+A Reply says that the move was open when the bytes before it were sent. Both sides prove that they know the deployment's secret; ``life``
 is the nonce of the owner's board. Bytes are not encrypted.
 """
 
@@ -15,19 +15,17 @@ import hmac
 import secrets
 import select
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from kilat.base.errors import PeerError
 
-MAGIC = b"kilatkv2"
+MAGIC = b"kilatkv1"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 MAX_FRAME_BYTES = 4 << 20
-PIECE_BYTES = 512 << 10
-"""Pages that are summed together, right after they were sent or received: a core still has them in its cache."""
 SLICE_S = 0.02
 """A waiting thread looks this often whether it is to stop."""
 _IOV_MAX = 512
@@ -46,21 +44,11 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Server: ``n_pages`` pages follow, none when all have been sent; ``checksums`` are those of the pages since the last Reply. Not ``ok``:
-    ``why``, and nothing follows."""
+    """Server: ``len(checksums)`` pages follow, each with its checksum; none when all have been sent. Not ``ok``: ``why``, and nothing follows."""
 
     ok: bool
-    n_pages: int = 0
     checksums: list[int] = []
     why: str = ""
-
-
-def in_pieces(
-    pages: Sequence[int], page_bytes: int, piece_bytes: int, longest: int = 256
-) -> Iterator[Sequence[int]]:
-    """Page numbers in groups of ``piece_bytes``, or of one page if that is more."""
-    n = max(1, min(longest, piece_bytes // page_bytes))
-    return (pages[i : i + n] for i in range(0, len(pages), n))
 
 
 def framed(message: Ask | Reply) -> bytes:

@@ -3,13 +3,13 @@
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kilat.base.errors import PeerError
 from kilat.base.log import get_logger
 from kilat.kv.board import Board
 from kilat.kv.checksum import page_checksum
-from kilat.kv.tcp_frames import PIECE_BYTES, Check, Reply, Wire, framed, in_pieces
+from kilat.kv.tcp_frames import Check, Reply, Wire, framed
 from kilat.kv.transport import WITHDRAWN, Pages, layout_digest
 
 MAX_CONNECTIONS = 256
@@ -17,6 +17,7 @@ HANDSHAKE_S = 5.0
 STALL_S = 30.0
 """A client that takes no byte for this long is gone."""
 BATCH_BYTES = 4 << 20
+BATCH_PAGES = 256
 
 _log = get_logger("kv")
 
@@ -96,28 +97,24 @@ class TcpServer:
                 _within(STALL_S),
             )
             return
-        sums: list[int] = []
-        for pages in in_pieces(ask.pages, self._pages.layout.page_bytes, BATCH_BYTES):
+        for pages in _batches(ask.pages, self._pages.layout.page_bytes):
             if not self._board.covers(ask.move_id, asked):
                 break
-            sums = self._send(wire, pages, sums)
+            parts = [self._page(p) for p in pages]
+            sums = [page_checksum(self._pages.memory[p]) for p in pages]
+            wire.send([framed(Reply(True, sums)), *parts], _within(STALL_S))
         # What a page held when it was copied to the system is only known to be right if the move is still open now.
         ok = self._board.covers(ask.move_id, asked)
-        wire.send([framed(Reply(ok, 0, sums, "" if ok else WITHDRAWN))], _within(STALL_S))
-
-    def _send(self, wire: Wire, pages: Sequence[int], sums_before: list[int]) -> list[int]:
-        """Send a batch of pages; returns their checksums, which go with the next Reply."""
-        sums: list[int] = []
-        head = [framed(Reply(True, len(pages), sums_before))]
-        for piece in in_pieces(pages, self._pages.layout.page_bytes, PIECE_BYTES):
-            wire.send([*head, *(self._page(p) for p in piece)], _within(STALL_S))
-            head = []
-            sums += [page_checksum(self._pages.memory[p]) for p in piece]
-        return sums
+        wire.send([framed(Reply(ok, why="" if ok else WITHDRAWN))], _within(STALL_S))
 
     def _page(self, page: int) -> memoryview:
         n = self._pages.layout.page_bytes
         return self._bytes[page * n : (page + 1) * n]
+
+
+def _batches(pages: Sequence[int], page_bytes: int) -> Iterator[Sequence[int]]:
+    n = max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes))
+    return (pages[i : i + n] for i in range(0, len(pages), n))
 
 
 def _within(limit_s: float) -> Check:
