@@ -31,7 +31,7 @@ class Config:
 
 
 class RandomModel:
-    """Weights on host and device; :meth:`reference` is what the backend should compute."""
+    """Weights on host and device; :meth:`reference` is what the backend should compute, and leaves keys and values in ``kept``."""
 
     def __init__(self, config: Config, device: str = "cuda", seed: int = 0) -> None:
         self.config, self.device = config, device
@@ -102,12 +102,17 @@ class RandomModel:
         hidden = position[None, :] > position[:, None]
         if n.window:
             hidden |= position[None, :] <= position[:, None] - n.window
-        seen = [x]
+        seen, self.kept = [x], []
         for w in self.layers:
             x = rounded(x + self._attention(normed(x, w["norm_in"].values), w, turn, hidden))
             x = rounded(x + self._mlp(normed(x, w["norm_mid"].values), w))
             seen.append(x)
         return rounded(normed(x, self.norm.values) @ self.head.values.T), torch.stack(seen)
+
+    def state(self, n: int) -> torch.Tensor:
+        """What a session would save after n of the ids of the last :meth:`reference`, with logits of zero."""
+        rows = torch.stack(self.kept)[..., :n, :].bfloat16().flatten().cpu()
+        return torch.cat((rows.view(torch.uint8), torch.zeros(self.config.vocab * 4, dtype=torch.uint8)))
 
     def _linear(self, x: torch.Tensor, w: dict[str, table.Weight], name: str) -> torch.Tensor:
         matrix = w[name].values.bfloat16().float() if self.config.wide else w[name].values
@@ -120,6 +125,7 @@ class RandomModel:
         if n.head_norms:
             q, k = normed(q, w["q_norm"].values), normed(k, w["k_norm"].values)
         q, k = rotated(q, *turn), rotated(k, *turn)
+        self.kept.append(torch.stack((k, v), 1))
         k, v = (t.repeat_interleave(n.q_heads // n.kv_heads, 0) for t in (k, v))
         scores = (q @ k.transpose(1, 2) * n.head_dim**-0.5).masked_fill(hidden, -torch.inf)
         out = rounded(scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1)

@@ -100,6 +100,20 @@ def test_logits_and_layers_are_those_of_torch(device, opened, name):
         assert distance(session.logits(), logits[done - 1]) < 1.5e-2, f"logits at {done - 1}"
 
 
+# sizes of heads of which a warp has four, two and one group of keys at once
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "large-heads"])
+def test_a_context_that_takes_several_rounds_of_keys_is_attended_to_as_in_torch(device, opened, name):
+    model = device.model(name)
+    for n in (8500, 3000, 400) if device.name == "cuda" else (1300, 500, 120):
+        ids = tokens(n + 1, model.config.vocab)
+        logits, layers = model.reference(ids)
+        session = opened(model, context=n + 1)
+        session.restore(n, model.state(n))
+        session.forward(ids[n:], n)
+        assert distance(session.layers(), layers[:, n]) < 1e-2
+        assert distance(session.logits(), logits[n]) < 1.5e-2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_layers_of_a_large_model_are_those_of_torch(device, opened):
