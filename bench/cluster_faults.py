@@ -33,6 +33,7 @@ from tests.policy.sched.fakes import VOCAB
 
 REAL_VOCAB = 256
 DISK_KIB = 512
+HARM = ("kill", "stop", "link", "pages", "full disk", "ray")
 
 
 def main() -> int:
@@ -47,11 +48,12 @@ def main() -> int:
         "--other-trials", type=int, default=20, help="of each moment, with SIGSTOP and lost connections"
     )
     parser.add_argument("--ray-gone-s", type=float, default=60.0)
+    parser.add_argument("--only", default=",".join(HARM), help="kinds of harm")
     parser.add_argument("--moments", default=",".join(MOMENTS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    moments = args.moments.split(",")
+    moments, only = args.moments.split(","), args.only.split(",")
     plans = [
         ("fake", "kill", args.trials, moments),
         ("fake", "stop", args.other_trials, moments),
@@ -62,11 +64,11 @@ def main() -> int:
     ]
     rows: list[dict[str, Any]] = []
     for engine, how, n, which in plans:
-        if n:
+        if n and how in only:
             rows += [
                 {"engine": engine, **dataclasses.asdict(o)} for o in measure(engine, how, n, which, args.seed)
             ]
-    if args.ray_gone_s and importlib.util.find_spec("ray") is not None:
+    if "ray" in only and args.ray_gone_s and importlib.util.find_spec("ray") is not None:
         with tempfile.TemporaryDirectory() as name:
             rows.append({"engine": "fake", **dataclasses.asdict(ray_gone(Path(name), args.ray_gone_s))})
     columns = [c for c in rows[0] if c != "notes"]
