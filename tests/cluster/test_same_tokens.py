@@ -43,20 +43,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 SETTINGS: dict[str, Any] = {"n_pages": 160, "grammar": True}
 
-Way = Callable[[Worker, Worker, SessionRecord], None]
+Alone = Callable[[SessionRecord], dict[str, list[int]]]
+"""What one plain engine says, by sample."""
+Way = Callable[[Worker, Worker, SessionRecord, Alone], None]
 
 
 def samples(r: SessionRecord) -> list[str]:
     return [branch_id(r.session_id, k) for k in range(r.params.n)]
 
 
-def through_hand_over(a: Worker, b: Worker, r: SessionRecord) -> None:
+def through_hand_over(a: Worker, b: Worker, r: SessionRecord, alone: Alone) -> None:
     _, fetched = hand_over(a, b, r)
     assert all(f.ok for f in fetched)
     assert len(a.tokens(r.session_id)) == 1
 
 
-def behind_a_prefix_of_the_other(a: Worker, b: Worker, r: SessionRecord) -> None:
+def behind_a_prefix_of_the_other(a: Worker, b: Worker, r: SessionRecord, alone: Alone) -> None:
     a.tell(Resync(), Submit(record("first", r.prompt_ids, max_tokens=1)))
     a.wait_end("first")
     names = [name for m in a.all(PagesChanged) for name in m.stored]
@@ -69,7 +71,7 @@ def behind_a_prefix_of_the_other(a: Worker, b: Worker, r: SessionRecord) -> None
     assert first.cached_tokens == len(PROMPT) // 8 * 8
 
 
-def through_a_drain(a: Worker, b: Worker, r: SessionRecord) -> None:
+def through_a_drain(a: Worker, b: Worker, r: SessionRecord, alone: Alone) -> None:
     """All samples in the middle of their answers, as a gateway does it: what is full goes ahead."""
     ids = samples(r)
     a.tell(Submit(r))
@@ -92,14 +94,14 @@ def through_a_drain(a: Worker, b: Worker, r: SessionRecord) -> None:
     assert all(a.tokens(s) for s in ids)
 
 
-def across_a_change_of_roles(a: Worker, b: Worker, r: SessionRecord) -> None:
+def across_a_change_of_roles(a: Worker, b: Worker, r: SessionRecord, alone: Alone) -> None:
     """The worker that decodes prefills for the other one while its own session goes on."""
-    through_hand_over(a, b, r)
+    through_hand_over(a, b, r, alone)
     other = replace(r, session_id="other", prompt_ids=[*PROMPT[:40], 3, 1, 4])
     _, fetched = hand_over(b, a, other)
     assert all(f.ok for f in fetched)
     assert len(b.tokens("other")) == 1
-    want = run(plain(), [other])
+    want = alone(other)
     for sample in samples(other):
         a.wait_end(sample)
         assert b.tokens(sample) + a.tokens(sample) == want[sample]
@@ -118,10 +120,6 @@ def model() -> Any:
     return tiny_model()
 
 
-def plain() -> Any:
-    return make_engine(tiny_model(), **SETTINGS)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -134,8 +132,12 @@ def test_ids_are_those_of_one_plain_engine(
     )
     introduce(a, b)
     r = record("s", PROMPT, n=n, **SAMPLING[sampling], **SHAPES[shape])
-    WAYS[way](a, b, r)
-    want = run(plain(), [r])
+
+    def alone(one: SessionRecord) -> dict[str, list[int]]:
+        return run(make_engine(model, **SETTINGS), [one])
+
+    WAYS[way](a, b, r, alone)
+    want = alone(r)
     assert len(want) == n
     for sample in samples(r):
         b.wait_end(sample)
