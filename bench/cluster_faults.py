@@ -71,6 +71,8 @@ def main() -> int:
     if "ray" in only and args.ray_gone_s and importlib.util.find_spec("ray") is not None:
         with tempfile.TemporaryDirectory() as name:
             rows.append({"engine": "fake", **dataclasses.asdict(ray_gone(Path(name), args.ray_gone_s))})
+    if not rows:
+        return 0
     columns = [c for c in rows[0] if c != "notes"]
     print_table("harm to workers", columns, [[_cell(row[c]) for c in columns] for row in rows], n_text=3)
     for row in rows:
