@@ -228,8 +228,10 @@ def start(a: argparse.Namespace) -> tuple[Engine, dict]:
     engine = build(a)
     built_s = time.perf_counter() - begin
     submit(engine, "first", 32, 2)
-    drain(engine)
+    while not engine.step():
+        pass
     first_token_s = time.perf_counter() - begin
+    drain(engine)
     compile_began, compiled_s, pauses = time.perf_counter(), 0.0, []
     while sum(pauses) < a.prepare_s:
         compiled = engine.runner.ahead.done

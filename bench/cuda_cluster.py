@@ -190,13 +190,20 @@ def page_layout(page_bytes: int) -> KvLayout:
     return KvLayout(1, 1, 1, page_bytes // 4, "bfloat16", page_bytes, "bench")
 
 
+def page_copier() -> Any:
+    """What copies pages on the device; a machine without one has no Triton to import it with."""
+    from kilat.kv.cuda_copy import copy_pages
+
+    return copy_pages
+
+
 def own_pages(n: int, page_bytes: int) -> None:
     """The child of ``pages``: a pool in which page ``p`` is full of the number ``p``, all of it offered until standard input ends."""
     view = torch.empty((n, page_bytes), dtype=torch.uint8, device="cuda")
     view.view(torch.int64)[:] = torch.arange(n, device="cuda")[:, None]
     torch.cuda.synchronize()
     board = Board()
-    transport = CudaIpcTransport(page_layout(page_bytes), view, board)
+    transport = CudaIpcTransport(page_layout(page_bytes), view, board, page_copier())
     board.open("all", range(n))
     print(base64.b64encode(transport.endpoint().address).decode(), flush=True)
     sys.stdin.read()
@@ -212,7 +219,7 @@ def pages(page_bytes: int, repeats: int) -> dict[str, Any]:
     assert child.stdout is not None
     view = torch.zeros((n, page_bytes), dtype=torch.uint8, device="cuda")
     board = Board()
-    transport = CudaIpcTransport(page_layout(page_bytes), view, board)
+    transport = CudaIpcTransport(page_layout(page_bytes), view, board, page_copier())
     try:
         transport.connect(
             "owner", Endpoint("cuda_ipc", base64.b64decode(child.stdout.readline(), validate=False))

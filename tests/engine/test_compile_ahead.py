@@ -35,6 +35,8 @@ def test_the_first_shape_is_the_first_of_its_share():
 
 def test_processes_that_cannot_compile_end_and_count_as_done(tmp_path):
     ahead = CompileAhead(config(tmp_path / "no such model"))
+    assert not ahead.done
+    ahead.start()
     deadline = time.monotonic() + 120
     while not ahead.done and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -51,5 +53,9 @@ def test_closing_ends_the_processes(monkeypatch):
 
     monkeypatch.setattr("kilat.engine.compile_ahead.subprocess.Popen", Recorded)
     ahead = CompileAhead(config())
+    ahead.start()
+    n = len(started)
+    ahead.start()
     ahead.close()
-    assert started and all(p.poll() is not None for p in started) and ahead.done
+    ahead.start()
+    assert n > 0 and len(started) == n and all(p.poll() is not None for p in started) and ahead.done

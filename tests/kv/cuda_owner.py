@@ -10,6 +10,7 @@ import sys
 import torch
 
 from kilat.kv.board import Board
+from kilat.kv.cuda_copy import copy_pages
 from kilat.kv.cuda_ipc import CudaIpcTransport
 from tests.kv.pools import make_layout
 
@@ -20,7 +21,7 @@ def main() -> None:
     view.view(torch.int64)[:] = torch.arange(n, device="cuda")[:, None]
     torch.cuda.synchronize()
     board = Board()
-    transport = CudaIpcTransport(make_layout(page_bytes), view, board)
+    transport = CudaIpcTransport(make_layout(page_bytes), view, board, copy_pages)
     print(json.dumps({"cuda_ipc": base64.b64encode(transport.endpoint().address).decode()}), flush=True)
     for line in sys.stdin:
         verb, *rest = json.loads(line)

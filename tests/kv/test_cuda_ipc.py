@@ -12,6 +12,9 @@ from kilat.kv.board import Board
 from kilat.kv.cuda_ipc import CudaIpcTransport
 from tests.kv.pools import Owner, make_layout, make_offer, wait
 
+pytest.importorskip("triton.language", reason="pages on a device are copied by a Triton kernel")
+from kilat.kv.cuda_copy import copy_pages
+
 pytestmark = pytest.mark.gpu
 
 N, PAGE_BYTES = 512, 2 << 20
@@ -30,7 +33,7 @@ def owner() -> Iterator[Owner]:
 def reader(owner: Owner) -> Iterator[tuple[CudaIpcTransport, torch.Tensor]]:
     view = torch.zeros((N, PAGE_BYTES), dtype=torch.uint8, device="cuda")
     board = Board()
-    transport = CudaIpcTransport(make_layout(PAGE_BYTES), view, board)
+    transport = CudaIpcTransport(make_layout(PAGE_BYTES), view, board, copy_pages)
     transport.connect("a", owner.endpoints["cuda_ipc"])
     yield transport, view.view(torch.int64)
     transport.close()
@@ -82,7 +85,7 @@ def test_own_process_and_other_layout_are_refused(reader: tuple[CudaIpcTransport
         transport.connect("me", transport.endpoint())
     other = torch.zeros((4, 64), dtype=torch.uint8, device="cuda")
     board = Board()
-    small = CudaIpcTransport(make_layout(64), other, board)
+    small = CudaIpcTransport(make_layout(64), other, board, copy_pages)
     with pytest.raises(PeerError, match="another layout"):
         transport.connect("small", small.endpoint())
     small.close()
@@ -90,4 +93,4 @@ def test_own_process_and_other_layout_are_refused(reader: tuple[CudaIpcTransport
 
 def test_pool_that_is_not_on_a_device_is_refused() -> None:
     with pytest.raises(ConfigError):
-        CudaIpcTransport(make_layout(64), torch.zeros((4, 64), dtype=torch.uint8), Board())
+        CudaIpcTransport(make_layout(64), torch.zeros((4, 64), dtype=torch.uint8), Board(), copy_pages)

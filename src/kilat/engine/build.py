@@ -13,6 +13,7 @@ from kilat.engine.config import EngineConfig
 from kilat.engine.core import Engine, EngineInfo
 from kilat.engine.device_runner import DeviceLimits, DeviceRunner
 from kilat.engine.grammar import GrammarCompiler
+from kilat.engine.graphs import TOKEN_MULTIPLE
 from kilat.engine.kv_memory import Ledger, PageMemory, choose_pages, free_bytes, page_layout
 from kilat.engine.kv_scales import measured_scales, require_fp8_kv, scales_name, stored_scales
 from kilat.engine.runner import HostRunner, Runner
@@ -167,7 +168,7 @@ def _limits(config: EngineConfig, choices: _Choices, n_pages: int) -> SchedulerC
         prefix_cache=config.prefix_cache,
         depth=choices.depth,
         target_step_s=choices.target_step_s,
-        token_multiple=64 if choices.device.type == "cuda" else 1,
+        token_multiple=TOKEN_MULTIPLE if choices.device.type == "cuda" else 1,
     )
 
 

@@ -24,11 +24,18 @@ class CompileAhead:
     """The processes; they end by themselves, and with the process that started them."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._running: list[subprocess.Popen] | None = None
+
+    def start(self) -> None:
+        """Start them, if that is still to be done: behind the first step, which they would slow down."""
+        if self._running is not None:
+            return
         n = max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2))
-        command = [sys.executable, "-m", "kilat.engine.compile_main", msgspec.json.encode(config).decode()]
+        config = msgspec.json.encode(self._config).decode()
         self._running = [
             subprocess.Popen(
-                [*command, str(i), str(n)],
+                [sys.executable, "-m", "kilat.engine.compile_main", config, str(i), str(n)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=child_environment(),
@@ -38,16 +45,16 @@ class CompileAhead:
 
     @property
     def done(self) -> bool:
-        """Whether all have ended; one that failed only means that the engine compiles what it did not."""
-        for process in list(self._running):
+        """Whether all were started and have ended; one that failed only means that the engine compiles what it did not."""
+        for process in list(self._running or ()):
             if process.poll() is not None:
-                self._running.remove(process)
+                self._running = [p for p in self._running or () if p is not process]
                 event(_log, "compiled_ahead", exit_code=process.returncode, left=len(self._running))
-        return not self._running
+        return self._running == []
 
     def close(self) -> None:
-        """End what still runs."""
-        for process in self._running:
+        """End what still runs, and start nothing any more."""
+        for process in self._running or ():
             process.kill()
             process.wait()
-        self._running.clear()
+        self._running = []

@@ -134,13 +134,17 @@ class DeviceRunner:
         else:
             flying = self._launch_mixed(plan.rows)
         self.run_s += time.perf_counter() - begin
+        if self.ahead is not None:
+            self.ahead.start()
         return flying
 
     def prepare(self) -> bool:
         """Capture one more shape that steps are likely to have (tens of milliseconds); False when there is nothing to do, because all is
         done or because kernels are still being compiled. To be called while no step is in flight."""
-        if self.ahead is not None and not self.ahead.done:
-            return False
+        if self.ahead is not None:
+            self.ahead.start()
+            if not self.ahead.done:
+                return False
         limits = self.limits
         shapes = likely_shapes(limits.max_rows, limits.max_tokens, limits.max_model_len)
         with torch.inference_mode():

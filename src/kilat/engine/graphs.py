@@ -42,8 +42,9 @@ ROW_BUCKETS = (
     896,
     1024,
 )
+TOKEN_MULTIPLE = 32
 MIXED_ROW_BUCKETS = (8, 32, 64, 128, 256, 512, 1024)
-TOKEN_BUCKETS = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+TOKEN_BUCKETS = (16, *range(32, 769, TOKEN_MULTIPLE), 832, 896, 960, 1024)
 KV_BUCKETS = (2048, 16_384, 131_072, 1_048_576)
 MIXED_KV_BUCKETS = KV_BUCKETS[1:]
 """Steps with prompt chunks take longer than a wider page table does, and need fewer graphs so."""

@@ -8,7 +8,7 @@ steps that wrote them are finished on the device. Pools may lie on different dev
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -50,42 +50,26 @@ class CudaAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     layout: bytes
 
 
-class _Rows:
-    """Pages of a pool, each a tensor int64 [page_bytes / 8] that is made once: making one costs the host more than the device takes to
-    copy it."""
-
-    def __init__(self, words: Tensor) -> None:
-        self._words = words
-        self._rows: list[Tensor | None] = [None] * len(words)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def take(self, pages: Sequence[int]) -> list[Tensor]:
-        return [self._row(p) for p in pages]
-
-    def _row(self, page: int) -> Tensor:
-        row = self._rows[page]
-        if row is None:
-            row = self._rows[page] = self._words[page]
-        return row
+CopyPages = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""``copy_pages`` of kv/cuda_copy.py, handed in because it needs a compiler for the device."""
 
 
 @dataclass(frozen=True)
 class _Peer:
-    rows: _Rows
+    words: Tensor
     board: PeerBoard
 
 
 class CudaIpcTransport:
     """See :class:`kilat.kv.transport.Transport`. ``view``: uint8 [n_pages, page_bytes] on a CUDA device, contiguous, owned by the engine.
+    ``copy`` moves pages between pools on that device.
 
     Raises ConfigError for another tensor, or when the board is not in shared memory.
     """
 
     kind = "cuda_ipc"
 
-    def __init__(self, layout: KvLayout, view: Tensor, board: Board) -> None:
+    def __init__(self, layout: KvLayout, view: Tensor, board: Board, copy: CopyPages) -> None:
         if (
             view.device.type != "cuda"
             or not view.is_contiguous()
@@ -97,7 +81,8 @@ class CudaIpcTransport:
             )
         self._layout = layout
         self._view = view
-        self._rows = _Rows(view.view(torch.int64))
+        self._words = view.view(torch.int64)
+        self._copy_pages = copy
         self._endpoint = self._describe(board, board.fd)
         self._peers: dict[str, _Peer] = {}
         self._stream = torch.cuda.Stream(view.device)
@@ -145,7 +130,7 @@ class CudaIpcTransport:
         except (OSError, ValueError, RuntimeError) as e:
             raise PeerError(f"the pages of worker {worker_id} cannot be mapped ({type(e).__name__})") from e
         self.forget(worker_id)
-        self._peers[worker_id] = _Peer(_Rows(words), board)
+        self._peers[worker_id] = _Peer(words, board)
 
     def _open(self, a: CudaAddress) -> Tensor:
         """The peer's pool, int64 [n_pages, page_bytes / 8], in this process's address space."""
@@ -192,7 +177,7 @@ class CudaIpcTransport:
         peer = self._peers.get(job.offer.owner)
         if peer is None:
             raise PeerError(f"worker {job.offer.owner} is gone")
-        if not all(0 <= p < len(peer.rows) for p in job.pages):
+        if not all(0 <= p < len(peer.words) for p in job.pages):
             raise PeerError("the offer names a page that its owner's pool does not have")
         if not peer.board.is_open(job.offer.move_id):
             raise PeerError(WITHDRAWN)
@@ -202,7 +187,7 @@ class CudaIpcTransport:
             for at in range(0, len(job.pages), n):
                 job.left_s()
                 into = job.into[at : at + n]
-                flying.append(self._launch(peer.rows.take(job.pages[at : at + n]), self._rows.take(into)))
+                flying.append(self._launch(peer.words, job.pages[at : at + n], into))
                 job.n_bytes += len(into) * self._layout.page_bytes
                 if len(flying) > AHEAD:
                     _await(flying.popleft())
@@ -212,10 +197,15 @@ class CudaIpcTransport:
         if not peer.board.is_open(job.offer.move_id):
             raise PeerError(WITHDRAWN)
 
-    def _launch(self, source: list[Tensor], into: list[Tensor]) -> torch.cuda.Event:
-        """Let the device copy some pages, with few kernels where both pools are on one device. The event says when it has."""
+    def _launch(self, source: Tensor, pages: Sequence[int], into: Sequence[int]) -> torch.cuda.Event:
+        """Let the device copy some pages, with one kernel where both pools are on it. The event says when it has."""
         with torch.cuda.device(self._view.device), torch.cuda.stream(self._stream):
-            torch._foreach_copy_(into, source)
+            if source.device == self._words.device:
+                numbers = torch.tensor([pages, into], dtype=torch.int32, device=source.device)
+                self._copy_pages(source, self._words, numbers[0], numbers[1])
+            else:
+                for page, at in zip(pages, into):
+                    self._words[at].copy_(source[page], non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
         return done

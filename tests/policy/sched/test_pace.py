@@ -96,6 +96,18 @@ def test_steps_of_a_long_prompt_keep_the_target_and_use_it_while_its_tokens_grow
     assert min(times[2:]) > 0.8 * 0.02
 
 
+def test_a_slow_first_step_is_forgotten_within_a_few_steps():
+    pace, machine = Pace(0.02, token_multiple=32), Machine(0.006, 20e-6)
+    pace.stepped(0.0, 3.0, 0, 8192)  # kernels were compiled
+    machine.now_s = 3.0
+    machine.step(pace, 64, 0)
+    shares = [pace.prefill_tokens(64, 8000, 16)]
+    while shares[-1] < 500 and len(shares) < 12:
+        machine.step(pace, 64, shares[-1])
+        shares.append(pace.prefill_tokens(64, 8000, 16))
+    assert shares[-1] >= 500
+
+
 @given(st.floats(1e-4, 0.5), st.floats(1e-7, 1e-2), st.integers(0, 200))
 def test_no_step_takes_twice_the_target_where_a_page_fits(decode_share: float, token_s: float, n_tail: int):
     """From a first step of ``n_tail`` tokens on, whatever machine it is."""

@@ -34,9 +34,12 @@ def make_roads(config: WorkerConfig, memory: PoolMemory) -> Roads:
     """Ways for pages on a CUDA device, or else those for pages in the host's memory."""
     if not isinstance(memory.view, torch.Tensor) or CudaIpcTransport.kind not in config.transports:
         return open_roads(config, memory, make_nixl)
+    from kilat.kv.cuda_copy import copy_pages
+
     check_kinds(config)
     board = Board()
-    return Roads([CudaIpcTransport(memory.layout, memory.view, board)], board, memory.layout)
+    transport = CudaIpcTransport(memory.layout, memory.view, board, copy_pages)
+    return Roads([transport], board, memory.layout)
 
 
 def make_nixl(pages: Pages, board: Board) -> Transport:

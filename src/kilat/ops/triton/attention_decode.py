@@ -25,8 +25,10 @@ from kilat.ops.triton.attention_tiles import (
 from kilat.ops.triton.launch import can_overlap, let_next_start, prefetch_l2, sm_count, wait_for_previous
 
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float16: tl.float16}
-MERGE_APART_ROWS = 8
-"""Up to this many rows a head has many parts and a second kernel merges them; with more it has two or three, and who finishes last does."""
+FEW_ROWS = 8
+SHORT = 2048
+"""Up to FEW_ROWS rows with keys beyond this a head has many parts, and a second kernel merges them; otherwise it has a few, and who finishes
+last does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +44,27 @@ class Tuning:
     ahead: int
 
 
-def tuning(n_rows: int) -> Tuning:
-    """Measured on H200 at contexts of 512 to 800 tokens."""
-    if n_rows <= 2:
-        return Tuning(64, 3, 4, 3, 1, 64)
-    if n_rows <= MERGE_APART_ROWS:
+def tuning(n_rows: int, *, merge_apart: bool) -> Tuning:
+    """Measured on H200 at contexts of 512 to 800 tokens, up to 8 rows in whole steps."""
+    if n_rows > FEW_ROWS:
+        return Tuning(64, 3, 4, 3, 4, 64)
+    if n_rows > 2:
         return Tuning(32, 5, 4, 3, 4, 64)
-    return Tuning(64, 3, 4, 3, 4, 64)
+    return Tuning(64, 3, 4, 3, 1, 64) if merge_apart else Tuning(128, 2, 8, 2, 1, 64)
 
 
 def decode_rows(call: Call, done: Tensor) -> None:
     """Writes ``call.out`` for every token of rows with 1 .. call.few tokens. ``done`` int32 [>= B * Hkv] is zero before and after."""
     batch, kv, dim = call.batch, call.kv, call.q.shape[2]
     n_rows = batch.kv_len.shape[0]
-    t = tuning(n_rows)
+    merge_apart = n_rows <= FEW_ROWS and batch.max_kv_len > SHORT
+    t = tuning(n_rows, merge_apart=merge_apart)
     n_programs = t.programs * sm_count()
     width = call.few * call.group
     # a program leaves at most two parts: at its beginning (even places) and at its end (odd places)
     part = torch.empty(n_programs * 2, width, dim, dtype=torch.float32, device=call.q.device)
     weight = torch.empty(n_programs * 2, width, 2, dtype=torch.float32, device=call.q.device)
     rows, d_pad, pdl = max(16, triton.next_power_of_2(n_rows)), triton.next_power_of_2(dim), can_overlap()
-    merge_apart = n_rows <= MERGE_APART_ROWS
     scale_stride = 0 if call.out_scale is None else call.out_scale.stride(0)
     _shares[(n_programs,)](
         call.q, kv, call.out, call.out_scale, scale_stride, call.k_scale, call.v_scale, part, weight, done,

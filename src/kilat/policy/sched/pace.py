@@ -27,20 +27,19 @@ class Pace:
         self._decode_s: float | None = None
         self._prefill_s_per_token: float | None = None
         self._usual_prefill = 0.0
-        self._most_prefill = 0
         self._last_commit_s: float | None = None
         self._last_finish_s: float | None = None
 
     def prefill_tokens(self, n_decode: int, n_left: int, page_tokens: int) -> int:
         """Tokens of prefill for a step with ``n_decode`` decode rows and ``n_left`` tokens of budget: what the target leaves,
-        all tokens together a multiple of ``token_multiple``, at most twice of what was measured, never below one page, so that prompts
-        always make progress. Without a stream to protect the budget alone decides."""
+        all tokens together a multiple of ``token_multiple``, at most twice of what was measured lately, never below one page, so that
+        prompts always make progress. Without a stream to protect the budget alone decides."""
         if self.target_step_s is None or n_decode == 0:
             return n_left
         share = FIRST_TOKENS
         if self._prefill_s_per_token is not None:
             left_s = MARGIN * self.target_step_s - (self._decode_s or 0.0)
-            share = min(int(left_s / self._prefill_s_per_token), 2 * self._most_prefill)
+            share = min(int(left_s / self._prefill_s_per_token), int(2 * self._usual_prefill))
         total = share + n_decode
         share = total - total % self.token_multiple - n_decode
         return min(n_left, max(share, page_tokens))
@@ -57,12 +56,13 @@ class Pace:
             self._decode_s = _mix(self._decode_s, seconds, WEIGHT)
             return
         self.s_per_token = _mix(self.s_per_token, seconds / (n_decode + n_prefill), WEIGHT)
-        # few tokens say little about the cost of one: what they add is lost in what steps scatter by
         self._usual_prefill = max(n_prefill, 0.7 * self._usual_prefill)
-        self._most_prefill = max(n_prefill, self._most_prefill)
         decode_s = min(self._decode_s or 0.0, 0.9 * seconds) if n_decode else 0.0
-        weight = SLOPE_WEIGHT * n_prefill / self._usual_prefill
-        self._prefill_s_per_token = _mix(self._prefill_s_per_token, (seconds - decode_s) / n_prefill, weight)
+        cost = (seconds - decode_s) / n_prefill
+        # few tokens say little about the cost of one: what they add is lost in what steps are late by. None is early by chance.
+        is_less = self._prefill_s_per_token is not None and cost < self._prefill_s_per_token
+        weight = SLOPE_WEIGHT if is_less else SLOPE_WEIGHT * n_prefill / self._usual_prefill
+        self._prefill_s_per_token = _mix(self._prefill_s_per_token, cost, weight)
 
     def finished(self, n: int, now_s: float) -> None:
         """``n`` sessions have finished since the last call."""
