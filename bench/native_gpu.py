@@ -147,6 +147,7 @@ def measure(lib: c.CDLL, name: str, kind: str, args: argparse.Namespace) -> dict
         "max_ms": ordered[-1],
         "p999_over_p50": percentile(ordered, 0.999) / p50,
         "first_100_ms": statistics.median(gaps[:100]),
+        "last_100_ms": statistics.median(gaps[-100:]),
         "weight_bytes": n_bytes,
         "gb_s": n_bytes / p50 / 1e6,
         "prompt_512_ms": prompt_ms,
@@ -162,7 +163,7 @@ def show(row: dict[str, object], read_gb_s: float) -> None:
     """A line of the table, and its phases."""
     print(
         f"{row['model']:>3} {row['format']:>5}  p50 {row['p50_ms']:.4f}  p99 {row['p99_ms']:.4f}  p99.9 {row['p999_ms']:.4f}  "
-        f"max {row['max_ms']:.4f} ms  p99.9/p50 {row['p999_over_p50']:.3f}  first {row['first_100_ms']:.4f}  {row['gb_s']:.0f} GB/s = "
+        f"max {row['max_ms']:.4f} ms  p99.9/p50 {row['p999_over_p50']:.3f}  first {row['first_100_ms']:.4f}  last {row['last_100_ms']:.4f}  {row['gb_s']:.0f} GB/s = "
         f"{row['gb_s'] / read_gb_s:.1%} of reading  prompt 512 {row['prompt_512_ms']:.0f} ms  built in {row['build_s']:.0f} s"
     )
     print(f"      the kernel's clocks over the step's time: {row['ghz_if_kernel_is_all']:.3f} GHz")

@@ -238,6 +238,7 @@ __device__ inline void compute(const Step &step, const Rings &rings, const Matri
   grid.mark();
   Turn turn;
   // of one token there are no more items than blocks. It lies in shared memory: registers are what the products need
+  static_assert(kWarps * sizeof(float) + sizeof(AttentionItem) <= kScratch * sizeof(float), "the item lies behind the sums of warps");
   AttentionItem &item = *reinterpret_cast<AttentionItem *>(scratch + kWarps);
   if (threadIdx.x == 0) item = item_of(step, blockIdx.x);
   sync_threads();

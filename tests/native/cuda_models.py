@@ -102,7 +102,8 @@ class RandomModel:
         hidden = position[None, :] > position[:, None]
         if n.window:
             hidden |= position[None, :] <= position[:, None] - n.window
-        seen, self.kept = [x], []
+        seen = [x]
+        self.kept: list[torch.Tensor] = []
         for w in self.layers:
             x = rounded(x + self._attention(normed(x, w["norm_in"].values), w, turn, hidden))
             x = rounded(x + self._mlp(normed(x, w["norm_mid"].values), w))
