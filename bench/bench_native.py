@@ -257,17 +257,18 @@ def main() -> None:
         for name, r in results.items()
     ]
     columns = ("", "tok/s", "p50 ms", "p99", "p99.9", "max", *(f"TTFT {n}" for n in args.lengths))
-    print_table(f"{args.model}, one stream", (*columns, "wait %"), lines, n_text=1)
+    shown = Path(args.model).name
+    print_table(f"{shown}, one stream", (*columns, "wait %"), lines, n_text=1)
     starts = measure_starts(args, fetch(args.model).path) if args.program else {}
     for name, s in starts.items():
         print(f"start to first token, {name}: median {s['median']:.0f} ms, max {s['max']:.0f} ms")
     if args.svg:
-        title = f"{args.model}, one stream: gaps between {args.tokens} tokens"
+        title = f"{shown}, one stream: gaps between {args.tokens} tokens"
         args.svg.write_text(
             native_histogram.svg(title, {n: t.gaps for n, t in times.items()}), encoding="utf-8"
         )
     if args.json:
-        subject = Subject(args.model, "cpu", "bfloat16", args.threads, "native kernels")
+        subject = Subject(shown, "cpu", "bfloat16", args.threads, "native kernels")
         shapes = {
             "lengths": args.lengths,
             "tokens": args.tokens,
