@@ -235,10 +235,14 @@ def test_pages_that_a_tier_loses_are_told(start_tiered: Any, monkeypatch: pytest
     forget(w)
     w.disk._fail(OSError(5, "gone"))
     w.ask("more", [1, 2, 3])
-    index = PrefixIndex()
-    assert all(index.apply("w", m) for m in w.all(PagesChanged))
-    n_known = w.engine.n_known(names)
-    assert index.holders(names) == ({"w": n_known} if n_known else {})
+
+    def is_told() -> bool:
+        index = PrefixIndex()
+        assert all(index.apply("w", m) for m in w.all(PagesChanged))
+        n_known = w.engine.n_known(names)
+        return index.holders(names) == ({"w": n_known} if n_known else {})
+
+    w.until(is_told)  # a page that was on its way to the tier is told when it has not got there
 
 
 def test_page_that_leaves_the_pool_and_finds_the_disk_full_is_told_once(
