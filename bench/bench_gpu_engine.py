@@ -194,6 +194,9 @@ def arguments() -> argparse.Namespace:
     ap.add_argument("--kv-dtype", default="auto", help="fp8: pages in e4m3")
     ap.add_argument("--cases", default="decode,use,ttft,interference,offline")
     ap.add_argument("--step-tokens", type=int, default=8192)
+    ap.add_argument(
+        "--offline", default="256x1024x1024,2048x128x128", help="requests x prompt tokens x output tokens"
+    )
     ap.add_argument("--rows", type=int, default=256, help="most sessions that run at once")
     ap.add_argument("--target-step-s", type=float, default=60.0, help="0.02 for the interference case")
     ap.add_argument("--prepare-s", type=float, default=6.0, help="most seconds of preparing before the cases")
@@ -273,7 +276,7 @@ def main() -> None:
         "use": [partial(device_use, engine, rows, 512, bandwidth) for rows in (1, 256)],
         "ttft": [partial(first_token, engine, n, 3) for n in (128, 1024, 8192)],
         "interference": [partial(interference, engine, 64, 8192)] * 3,
-        "offline": [partial(offline, engine, 256, 1024, 1024), partial(offline, engine, 2048, 128, 128)],
+        "offline": [partial(offline, engine, *map(int, o.split("x"))) for o in a.offline.split(",")],
     }
     for name in a.cases.split(","):
         out[name] = []
