@@ -61,7 +61,7 @@ def start(
         "backoff_s": 0.01,
         "failure_window_s": 1.0,
         "max_failures": 10_000,
-        "worker_timeout_s": 2.0 if real else 1.0,
+        "worker_timeout_s": 2.0,
         "status_interval_s": 0.1,
     }
     return Served(folder, model_path, script="fault_worker.py", engine=engine, **{**base, **options})
@@ -69,7 +69,7 @@ def start(
 
 def plain(folder: Path, model_path: Path, *, real: bool) -> Served:
     """A server with one such worker, which says what all others must say."""
-    return start(folder, model_path, real=real, workers=1, prefill=0, decode=0)
+    return start(folder, model_path, real=real, workers=1, prefill=0, decode=0, worker_timeout_s=30.0)
 
 
 class Trials:
