@@ -16,7 +16,7 @@ from kilat.engine.grammar import GrammarCompiler
 from kilat.engine.graphs import TOKEN_MULTIPLE
 from kilat.engine.kv_memory import Ledger, PageMemory, choose_pages, free_bytes, page_layout
 from kilat.engine.kv_scales import measured_scales, require_fp8_kv, scales_name, stored_scales
-from kilat.engine.runner import HostRunner, Runner
+from kilat.engine.runner import HostRunner, MatcherOf, Runner
 from kilat.engine.sampler import Sampler
 from kilat.load.config import read_config as read_raw_config
 from kilat.load.config import read_generation
@@ -93,20 +93,7 @@ def build_engine(
         GrammarCompiler(tokenizer_json, decoder.vocab_size, generation.eos_ids) if tokenizer_json else None
     )
     sampler = Sampler(choices.kernels, generation.eos_ids)
-    matcher_of = grammars.ready if grammars else None
-    runner: Runner
-    if choices.device.type == "cuda":
-        limits = DeviceLimits(
-            config.page_tokens,
-            config.max_num_seqs,
-            step_tokens(config),
-            choices.max_model_len,
-            scratch_page=n_pages,
-        )
-        ahead = CompileAhead(config) if choices.kernels.name.startswith("triton") else None
-        runner = DeviceRunner(model, pages.kv, limits, sampler, matcher_of, ahead)
-    else:
-        runner = HostRunner(model, pages.kv, config.page_tokens, sampler, matcher_of, choices.depth)
+    runner = _runner(config, choices, model, pages, sampler, grammars.ready if grammars else None)
     info = EngineInfo(
         model_id=config.model_id,
         max_model_len=choices.max_model_len,
@@ -121,6 +108,28 @@ def build_engine(
     )
     scheduler = Scheduler(_limits(config, choices, n_pages), model_id=name, eos_ids=generation.eos_ids)
     return Engine(info, scheduler, runner, pages, grammars, depth=choices.depth)
+
+
+def _runner(
+    config: EngineConfig,
+    choices: _Choices,
+    model: Decoder,
+    pages: PageMemory,
+    sampler: Sampler,
+    matcher_of: MatcherOf | None,
+) -> Runner:
+    if choices.device.type != "cuda":
+        return HostRunner(model, pages.kv, config.page_tokens, sampler, matcher_of, choices.depth)
+    limits = device_limits(config, choices.max_model_len, pages.n_pages)
+    ahead = CompileAhead(config) if choices.kernels.name.startswith("triton") else None
+    return DeviceRunner(model, pages.kv, limits, sampler, matcher_of, ahead)
+
+
+def device_limits(config: EngineConfig, max_model_len: int, scratch_page: int) -> DeviceLimits:
+    """What a device's runner of this config is made for."""
+    return DeviceLimits(
+        config.page_tokens, config.max_num_seqs, step_tokens(config), max_model_len, scratch_page
+    )
 
 
 def _choose(config: EngineConfig, raw: Mapping[str, object], decoder: DecoderConfig) -> _Choices:

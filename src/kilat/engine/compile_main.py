@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from kilat.engine.build import choose_dtype, choose_fp8, choose_max_model_len, kv_layout, step_tokens
+from kilat.engine.build import choose_dtype, choose_fp8, choose_max_model_len, device_limits, kv_layout
 from kilat.engine.config import EngineConfig
-from kilat.engine.device_runner import DeviceLimits, DeviceRunner
+from kilat.engine.device_runner import DeviceRunner
 from kilat.engine.graphs import Shape, likely_shapes
 from kilat.engine.kv_memory import PageMemory
 from kilat.engine.sampler import Sampler
@@ -55,10 +55,9 @@ def meta_runner(config: EngineConfig, kernels: Kernels) -> DeviceRunner:
     if kv_fp8:
         one = torch.ones(decoder.attention[0].n_kv, device=META)
         model.scale_kv([KvScale(one, one)] * len(decoder.attention))
-    limits = DeviceLimits(
-        config.page_tokens, config.max_num_seqs, step_tokens(config), length, scratch_page=1
-    )
-    return DeviceRunner(model, PageMemory(layout, 1, META).kv, limits, Sampler(kernels, ()), None)
+    pages = PageMemory(layout, 1, META)
+    limits = device_limits(config, length, pages.n_pages)
+    return DeviceRunner(model, pages.kv, limits, Sampler(kernels, ()), None)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kilat.base.errors import ConfigError, PeerError
 from kilat.kv.board import BOARD_BYTES, Board, PeerBoard
-from kilat.kv.jobs import Job, Jobs
+from kilat.kv.jobs import Job, Jobs, are_below
 from kilat.kv.mapping import host_id, map_file
 from kilat.kv.transport import WITHDRAWN, Done, compare_layout, layout_digest
 from kilat.wire.kv import Endpoint, KvLayout, Offer
@@ -177,37 +177,39 @@ class CudaIpcTransport:
         peer = self._peers.get(job.offer.owner)
         if peer is None:
             raise PeerError(f"worker {job.offer.owner} is gone")
-        if not all(0 <= p < len(peer.words) for p in job.pages):
+        if not are_below(job.pages, len(peer.words)):
             raise PeerError("the offer names a page that its owner's pool does not have")
         if not peer.board.is_open(job.offer.move_id):
             raise PeerError(WITHDRAWN)
         n = max(1, BATCH_BYTES // self._layout.page_bytes)
         flying: deque[torch.cuda.Event] = deque()
-        try:
-            for at in range(0, len(job.pages), n):
-                job.left_s()
-                into = job.into[at : at + n]
-                flying.append(self._launch(peer.words, job.pages[at : at + n], into))
-                job.n_bytes += len(into) * self._layout.page_bytes
-                if len(flying) > AHEAD:
+        with torch.cuda.device(self._view.device), torch.cuda.stream(self._stream):
+            # sent once: the host waits for such a copy, and so for all launches before it
+            numbers = torch.from_numpy(np.array([job.pages, job.into], np.int32)).to(self._view.device)
+            try:
+                for at in range(0, len(job.pages), n):
+                    job.left_s()
+                    flying.append(self._launch(peer.words, numbers[:, at : at + n], job, at))
+                    job.n_bytes += len(job.pages[at : at + n]) * self._layout.page_bytes
+                    if len(flying) > AHEAD:
+                        _await(flying.popleft())
+            finally:
+                while flying:
                     _await(flying.popleft())
-        finally:
-            while flying:
-                _await(flying.popleft())
         if not peer.board.is_open(job.offer.move_id):
             raise PeerError(WITHDRAWN)
 
-    def _launch(self, source: Tensor, pages: Sequence[int], into: Sequence[int]) -> torch.cuda.Event:
-        """Let the device copy some pages, with one kernel where both pools are on it. The event says when it has."""
-        with torch.cuda.device(self._view.device), torch.cuda.stream(self._stream):
-            if source.device == self._words.device:
-                numbers = torch.tensor([pages, into], dtype=torch.int32, device=source.device)
-                self._copy_pages(source, self._words, numbers[0], numbers[1])
-            else:
-                for page, at in zip(pages, into):
-                    self._words[at].copy_(source[page], non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stream)
+    def _launch(self, source: Tensor, numbers: Tensor, job: Job, at: int) -> torch.cuda.Event:
+        """Let the device copy pages ``at`` ... of ``job``, whose numbers it has, with one kernel where both pools are on it. The event says
+        when it has."""
+        if source.device == self._words.device:
+            self._copy_pages(source, self._words, numbers[0], numbers[1])
+        else:
+            end = at + numbers.shape[1]
+            for page, into in zip(job.pages[at:end], job.into[at:end]):
+                self._words[into].copy_(source[page], non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(self._stream)
         return done
 
     def _bytes_of(self, page: int) -> np.ndarray:

@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +42,11 @@ class Job:
         if left <= 0:
             raise PeerError(DEADLINE)
         return left
+
+
+def are_below(numbers: Collection[int], end: int) -> bool:
+    """Whether all numbers are 0 ... end - 1."""
+    return not numbers or (min(numbers) >= 0 and max(numbers) < end)
 
 
 class Jobs:
@@ -125,11 +130,11 @@ class Jobs:
     def _check(self, job: Job) -> None:
         """Fill ``job.pages``; an offer comes from another process, so its numbers are looked at."""
         n_offered, n_own = len(job.offer.pages), self._n_pages
-        if len(job.take) != len(job.into) or not all(0 <= i < n_offered for i in job.take):
+        if len(job.take) != len(job.into) or not are_below(job.take, n_offered):
             raise PeerError(
                 f"{len(job.take)} pages of an offer of {n_offered} cannot be read into {len(job.into)}"
             )
-        if not all(0 <= p < n_own for p in job.into):
+        if not are_below(job.into, n_own):
             raise PeerError("a page to be read into is not in the pool")
         job.pages = [job.offer.pages[i] for i in job.take]
 
@@ -179,7 +184,7 @@ def copy_pages(job: Job, source: np.ndarray, target: np.ndarray, is_open: Callab
 
     Raises PeerError when the owner has withdrawn the pages before the last byte was copied, and at cancel and deadline.
     """
-    if not all(0 <= p < len(source) for p in job.pages):
+    if not are_below(job.pages, len(source)):
         raise PeerError("the offer names a page that its owner's pool does not have")
     if not is_open():
         raise PeerError(WITHDRAWN)

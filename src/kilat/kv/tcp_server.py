@@ -9,6 +9,7 @@ from kilat.base.errors import PeerError
 from kilat.base.log import get_logger
 from kilat.kv.board import Board
 from kilat.kv.checksum import page_checksum
+from kilat.kv.jobs import are_below
 from kilat.kv.tcp_frames import Check, Reply, Wire, framed
 from kilat.kv.transport import WITHDRAWN, Pages, layout_digest
 
@@ -91,7 +92,7 @@ class TcpServer:
     def _answer(self, wire: Wire) -> None:
         ask = wire.receive_ask(_within(STALL_S))
         asked = frozenset(ask.pages)
-        if not all(0 <= p < self._pages.n_pages for p in asked):
+        if not are_below(asked, self._pages.n_pages):
             wire.send(
                 [framed(Reply(False, why="the offer names a page that its owner's pool does not have"))],
                 _within(STALL_S),
