@@ -20,77 +20,23 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import httpx
+from cluster_servers import POOL_BYTES, Peer, Server, serving
 
 from kilat.cli.client import Client
 from kilat.cli.fetch import fetch
 from kilat.cli.measures import spread
 from kilat.cli.report import Subject, envelope, print_table, write_json
-from kilat.cli.server import ChildServer
 
-START_S = 300.0
-POOL_BYTES = 1_500_000_000
-SETTLE_S = 5.0
-"""Of idleness after the start, in which workers get their pools' memory from the system."""
 PAGE_TOKENS = 16
 VOCAB = range(1000, 40_000)
 SECTIONS = ("interference", "hand_over", "prefix", "moves")
-
-
-class Server:
-    """A server of this bench; ``close`` ends it."""
-
-    def __init__(self, args: argparse.Namespace, *options: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "kilat.cli",
-            "serve",
-            args.model,
-            "--port",
-            "0",
-            "--drain-timeout",
-            "20",
-        ]
-        command += ["--stop-at-stdin-end", "--kv-cache-memory-bytes", str(POOL_BYTES), *options]
-        self._child = ChildServer(command)
-        self.url = self._child.wait_ready(START_S)
-        n = int(options[1]) + (int(options[3]) if len(options) > 2 and options[2] == "--decode" else 0)
-        deadline_s = time.monotonic() + START_S
-        while sum(w["state"] == "ready" for w in self.workers().values()) < n:
-            assert time.monotonic() < deadline_s, "not all workers came"
-            time.sleep(0.2)
-
-    def close(self) -> None:
-        self._child.stop()
-
-    def workers(self) -> dict[str, dict[str, Any]]:
-        body = httpx.get(f"{self.url}/cluster/workers", timeout=30, trust_env=False).json()
-        return {w["name"]: w for w in body["workers"]}
-
-    def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text
-        return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
-
-
-@contextmanager
-def serving(args: argparse.Namespace, **kinds: tuple[str, ...]) -> Iterator[dict[str, Server]]:
-    servers: dict[str, Server] = {}
-    try:
-        for name, options in kinds.items():
-            servers[name] = Server(args, *options)
-        time.sleep(SETTLE_S)
-        yield servers
-    finally:
-        for server in servers.values():
-            server.close()
 
 
 def body_of(args: argparse.Namespace, prompt: list[int], max_tokens: int) -> dict[str, Any]:
@@ -128,7 +74,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def window(
-    server: Server, args: argparse.Namespace, draw: random.Random, *, prompts: bool
+    server: Server | Peer, args: argparse.Namespace, draw: random.Random, *, prompts: bool
 ) -> dict[str, float]:
     """Figures of one window: gaps between tokens of the streams in ms, and TTFT of the prompts in s."""
     async with Client(server.url) as client:
@@ -174,19 +120,21 @@ async def window(
 def interference(args: argparse.Namespace) -> dict[str, Any]:
     draw = random.Random(args.seed)
     kinds = {"apart": ("--prefill", "1", "--decode", "1"), "unified": ("--workers", "1")}
-    arms = [("apart", False), ("apart", True), ("unified", False), ("unified", True)]
+    names = [*kinds, *(["peer"] if args.peer else [])]
+    arms = [(name, prompts) for name in names for prompts in (False, True)]
     rounds: dict[str, list[dict[str, float]]] = {}
-    with serving(args, **kinds) as servers:
+    with serving(args, **kinds) as own:
+        servers: dict[str, Server | Peer] = {**own, **({"peer": Peer(args.peer)} if args.peer else {})}
         for server in servers.values():  # rates are measured before they count
             asyncio.run(window(server, args, draw, prompts=True))
         for k in range(args.rounds):
-            for kind, prompts in arms[k % 4 :] + arms[: k % 4]:
+            for kind, prompts in arms[k % len(arms) :] + arms[: k % len(arms)]:
                 name = f"{kind}{', prompts' if prompts else ', idle'}"
                 rounds.setdefault(name, []).append(
                     asyncio.run(window(servers[kind], args, draw, prompts=prompts))
                 )
                 print(name, {k: round(v, 2) for k, v in rounds[name][-1].items()}, flush=True)
-        hand_overs = servers["apart"].metric("kilat_hand_overs_total")
+        hand_overs = own["apart"].metric("kilat_hand_overs_total")
     fields = ("p50_ms", "p99_ms", "max_ms", "tokens_per_s", "ttft_s", "n_prompts", "load_1m")
     rows = {
         n: {f: spread([r[f] for r in rs if f in r]) for f in fields if f in rs[0]} for n, rs in rounds.items()
@@ -194,7 +142,7 @@ def interference(args: argparse.Namespace) -> dict[str, Any]:
     lines = [[n, *(_text(row.get(f)) for f in fields)] for n, row in sorted(rows.items())]
     print_table(f"{args.streams} streams, prompts of {args.prompt} tokens", ["arm", *fields], lines)
     ratios = {}
-    for kind in kinds:
+    for kind in names:
         pairs = zip(rounds[f"{kind}, prompts"], rounds[f"{kind}, idle"])
         ratios[kind] = spread([loaded["p99_ms"] / idle["p99_ms"] for loaded, idle in pairs])
         print(f"{kind}: p99 beside prompts / idle {_text(ratios[kind])}")
@@ -326,12 +274,14 @@ async def drained(server: Server, args: argparse.Namespace, draw: random.Random)
         tasks = [asyncio.create_task(follow(client, body_of(args, ids(draw, 200), 400), t)) for t in streams]
         while not all(len(t) > 20 for t in streams):
             await asyncio.sleep(0.02)
-        await asyncio.sleep(1.0)  # the prompts of the last ones made the others wait
-        before_s = time.perf_counter()
+        # making a client takes 40 ms, in which this process hears no stream
         async with httpx.AsyncClient(base_url=server.url, timeout=120, trust_env=False) as http:
+            await http.get("/cluster/workers")
+            await asyncio.sleep(1.0)  # the prompts of the last ones made the others wait
+            before_s = time.perf_counter()
             told = await http.post("/cluster/workers/worker-0/drain", json={"restart": True})
             assert told.status_code == 200, told.text
-        after_s = time.perf_counter()
+            after_s = time.perf_counter()
         await asyncio.gather(*tasks)
     pauses = []
     for times in streams:
@@ -377,6 +327,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="of a window")
+    parser.add_argument("--peer", default="", help="URL of another server of this model, for interference")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=4000)
     parser.add_argument("--system", type=int, default=2000)

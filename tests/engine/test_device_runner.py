@@ -91,7 +91,7 @@ def test_slots_return_when_sessions_end(model):
 
 def test_likely_shapes_hold_every_step_of_a_small_server_and_are_bounded():
     shapes = list(likely_shapes(64, 2048, 2048))
-    assert len(set(shapes)) == len(shapes) < 300
+    assert len(set(shapes)) == len(shapes) < 250
     decode = [s for s in shapes if s.max_q_len == 1 and s.mode == "greedy"]
     assert shapes[: len(decode)] == decode and [s.rows for s in decode] == [r for r in ROW_BUCKETS if r <= 64]
     assert {s.tokens for s in shapes if s.max_q_len > 1} == set(TOKEN_BUCKETS)
