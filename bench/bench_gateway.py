@@ -1,22 +1,25 @@
 """Streamed token events per second of a gateway process on one core.
 
-    python bench/bench_gateway.py [--rates 5000,10000,20000] [--streams 32] [--seconds 8] [--model FILE.gguf] [--json OUT.json]
+    python bench/bench_gateway.py [--rates 5000,10000,20000] [--streams 32] [--seconds 8] [--whole 500] [--model FILE.gguf] [--json OUT.json]
 
 A worker process without a model says one token per stream and step at a given rate; a client process reads all streams. The gateway
 is bound to one core. Events that the client received one by one are counted, and the CPU time the gateway process used for them:
-when it falls behind it joins tokens, which shows as fewer events than tokens. A rate of 0 means as fast as the worker can.
+when it falls behind it joins tokens, which shows as fewer events than tokens. A rate of 0 means as fast as the worker can. ``--whole N``: all streams
+run to their end after N tokens instead; every one must have all of them, in order, and its end.
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import selectors
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +38,7 @@ from kilat.wire.session import SessionRecord
 
 MAX_TOKENS = 1_000_000
 WARM_S = 1.5
+WHOLE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Pace:
     rate: float
     streams: int
     vocab_size: int
+    tokens: int
 
 
 class Metronome:
@@ -53,6 +58,8 @@ class Metronome:
         self._period_s = pace.streams / pace.rate if pace.rate else 0.0
         self._streams = pace.streams
         self._vocab = pace.vocab_size
+        self._tokens = pace.tokens
+        self._n_submitted = 0
         self._seqs: dict[str, int] = {}
         self._next_s = 0.0
         self.step_count = 0
@@ -70,10 +77,11 @@ class Metronome:
 
     @property
     def has_work(self) -> bool:
-        return len(self._seqs) == self._streams
+        return self._n_submitted >= self._streams and bool(self._seqs)
 
     def submit(self, record: SessionRecord, arrived: object = None, *, hand_over: bool = False) -> None:
         self._seqs[record.session_id] = 0
+        self._n_submitted += 1
         self._next_s = time.monotonic()
 
     def take_frozen(self) -> list[str]:
@@ -94,9 +102,12 @@ class Metronome:
         self.step_count += 1
         token = 300 + self.step_count * 7 % 5000
         token = token % self._vocab if token >= self._vocab else token
-        events = [SessionEvent(s, 0, seq, [token]) for s, seq in self._seqs.items()]
+        finish = "length" if self.step_count == self._tokens else None
+        events = [SessionEvent(s, 0, seq, [token], finish) for s, seq in self._seqs.items()]
         for event in events:
             self._seqs[event.session_id] += 1
+        if finish:
+            self._seqs.clear()
         return events
 
     def counters(self) -> dict[str, float]:
@@ -118,7 +129,7 @@ def server_role(options: str) -> int:
     os.sched_setaffinity(0, {given["core"]})
     config = ServeConfig(
         files=SimpleNamespace(kind=given["kind"], path=Path(given["path"])),
-        engine=Pace(given["rate"], given["streams"], given["vocab_size"]),
+        engine=Pace(given["rate"], given["streams"], given["vocab_size"], given["tokens"]),
         served_model_name="bench",
         port=0,
         drain_s=0.0,
@@ -146,9 +157,10 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def open_streams(url: str, n: int) -> list[socket.socket]:
+def open_streams(url: str, n: int, n_tokens: int) -> list[socket.socket]:
     host, port = url.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": "x", "max_tokens": MAX_TOKENS, "stream": True}).encode()
+    asked = {"prompt": "x", "max_tokens": n_tokens, "stream": True, "stream_options": {"include_usage": True}}
+    body = json.dumps(asked).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     out = []
     for _ in range(n):
@@ -173,6 +185,35 @@ def read_streams(sockets: list[socket.socket], seconds: float) -> tuple[int, int
     return n_events, n_bytes
 
 
+def read_whole(sockets: list[socket.socket], seconds: float) -> list[bytes]:
+    """What each stream says until its end, or within ``seconds``."""
+    said = {s: bytearray() for s in sockets}
+    with selectors.DefaultSelector() as selector:
+        for s in sockets:
+            selector.register(s, selectors.EVENT_READ)
+        end_s = time.monotonic() + seconds
+        while selector.get_map() and (left_s := end_s - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                one: socket.socket = key.fileobj  # type: ignore[assignment]
+                data = one.recv(1 << 18)
+                said[one] += data
+                if not data or b"data: [DONE]" in said[one][-64:]:
+                    selector.unregister(one)
+    return [bytes(said[s]) for s in sockets]
+
+
+def losses(said: list[bytes], n_tokens: int) -> dict[str, Any]:
+    """Streams without their end, and those whose number of tokens or text is not that of all."""
+    texts: Counter[str] = Counter()
+    bad = 0
+    for data in said:
+        chunks = [json.loads(d) for d in re.findall(rb"data: (\{.*?\})\r?\n", data)]
+        texts["".join(c["text"] for chunk in chunks for c in chunk["choices"])] += 1
+        usage = chunks[-1].get("usage") if chunks else None
+        bad += usage is None or usage["completion_tokens"] != n_tokens or b"data: [DONE]" not in data
+    return {"streams": len(said), "tokens_each": n_tokens, "bad_ends": bad, "different_texts": len(texts) - 1}
+
+
 def measure(rate: float, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     others = cores[1:] or cores
@@ -184,6 +225,7 @@ def measure(rate: float, args: argparse.Namespace, folder: Path) -> dict[str, An
         "kind": "gguf" if args.model else "hf",
         "path": str(args.model or folder),
         "vocab_size": 49152 if args.model else 256,
+        "tokens": args.whole or MAX_TOKENS,
     }
     server = subprocess.Popen(
         [sys.executable, __file__, "--server", json.dumps(options)], stdout=subprocess.PIPE, text=True
@@ -192,7 +234,18 @@ def measure(rate: float, args: argparse.Namespace, folder: Path) -> dict[str, An
         assert server.stdout is not None
         url = server.stdout.readline().split(" at ")[1].split("/v1")[0]
         os.sched_setaffinity(0, set(others))
-        sockets = open_streams(url, args.streams)
+        sockets = open_streams(url, args.streams, options["tokens"])
+        if args.whole:
+            began_s = time.monotonic()
+            said = read_whole(sockets, WHOLE_S)
+            took_s = time.monotonic() - began_s
+            peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{server.pid}/status").read_text())
+            return {
+                "asked_per_s": rate,
+                **losses(said, args.whole),
+                "tokens_per_s": round(args.streams * args.whole / took_s),
+                "gateway_peak_mb": round(int(peak[1]) / 1024) if peak else 0,
+            }
         read_streams(sockets, WARM_S)
         steps, cpu, began_s = steps_of(url), cpu_s(server.pid), time.monotonic()
         n_events, n_bytes = read_streams(sockets, args.seconds)
@@ -230,6 +283,7 @@ def main() -> int:
     parser.add_argument("--rates", default="5000,10000,20000,0")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--whole", type=int, default=0, help="tokens of every stream")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--server", help=argparse.SUPPRESS)
