@@ -50,7 +50,7 @@ def tuning(n_rows: int, *, merge_apart: bool) -> Tuning:
         return Tuning(64, 3, 4, 3, 4, 64)
     if n_rows > 2:
         return Tuning(32, 5, 4, 3, 4, 64)
-    return Tuning(64, 3, 4, 3, 1, 64) if merge_apart else Tuning(128, 2, 8, 2, 1, 64)
+    return Tuning(64, 3, 4, 3, 1 if merge_apart else 2, 64)
 
 
 def decode_rows(call: Call, done: Tensor) -> None:
