@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kilat.base.errors import ConfigError
+from kilat.kv.host_tier import HostTier
 from kilat.kv.tier import Slots, Tier
 from kilat.kv.tier_store import TierStore
 from tests.kv.tiers import PAGE_BYTES, Pool, disk, get, host, name, page, read, wait_written
@@ -192,3 +193,38 @@ def test_page_that_could_not_be_written_is_told_as_lost(pool: Pool, monkeypatch:
     assert store.take_lost() == [name(1)]
     assert not store.holds(name(1))
     store.close()
+
+
+def test_a_page_on_its_way_to_the_next_tier_is_found_and_waited_for() -> None:
+    next_tier: dict[bytes, bytes] = {}
+    began, may_end = threading.Event(), threading.Event()
+
+    def spill(name: bytes, page: np.ndarray) -> None:
+        began.set()
+        assert may_end.wait(10)
+        next_tier[name] = page.tobytes()
+
+    tier = HostTier(np.zeros((1, 8), np.uint8), spill)
+    tier.put(b"old", np.full(8, 1, np.uint8))
+    writer = threading.Thread(target=tier.put, args=(b"new", np.full(8, 2, np.uint8)))
+    writer.start()
+    assert began.wait(10)
+    assert tier.has(b"old")
+    answers: list[tuple[bool, bool]] = []
+    into = np.zeros(8, np.uint8)
+    reader = threading.Thread(target=lambda: answers.append((tier.get(b"old", into), b"old" in next_tier)))
+    reader.start()
+    may_end.set()
+    for thread in (reader, writer):
+        thread.join(10)
+    assert answers == [(False, True)]  # whoever asks the next tier now finds it there
+    assert not tier.has(b"old") and tier.get(b"new", into) and into.tolist() == [2] * 8
+
+
+def test_a_page_that_finds_all_places_being_read_goes_to_the_next_tier() -> None:
+    next_tier: dict[bytes, bytes] = {}
+    tier = HostTier(np.zeros((1, 8), np.uint8), lambda name, page: next_tier.update({name: page.tobytes()}))
+    tier.put(b"read", np.full(8, 1, np.uint8))
+    tier._slots.begin_read(b"read")
+    tier.put(b"late", np.full(8, 2, np.uint8))
+    assert tier.has(b"read") and next_tier == {b"late": bytes([2] * 8)}

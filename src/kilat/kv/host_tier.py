@@ -11,7 +11,7 @@ from kilat.base.errors import ConfigError
 from kilat.kv.tier import Slots, TierCounts
 
 SPILL_S = 1.0
-"""Whoever ends the worker does not wait for long."""
+"""Whoever ends the worker does not wait for long, nor a read for a page that is on its way to the next tier."""
 
 
 class HostTier:
@@ -29,11 +29,12 @@ class HostTier:
         self._memory = memory
         self._spill = spill
         self._slots = Slots(len(memory))
-        self._lock = threading.Lock()
+        self._leaving: bytes | None = None
+        self._lock = threading.Condition()
 
     def has(self, name: bytes) -> bool:
         with self._lock:
-            return name in self._slots
+            return name in self._slots or name == self._leaving
 
     def put(self, name: bytes, page: np.ndarray) -> None:
         with self._lock:
@@ -41,11 +42,18 @@ class HostTier:
                 self._slots.touch([name])
                 return
             place = self._slots.take()
-        if place is None:
+            self._leaving = place[1] if place is not None else None
+        if place is None:  # all are being read
+            self._spill(name, page)
             return
         slot, old = place
-        if old is not None:
-            self._spill(old, self._memory[slot])
+        try:
+            if old is not None:
+                self._spill(old, self._memory[slot])
+        finally:
+            with self._lock:
+                self._leaving = None
+                self._lock.notify_all()
         np.copyto(self._memory[slot], page)
         with self._lock:
             self._slots.fill(name, slot)
@@ -54,6 +62,8 @@ class HostTier:
 
     def get(self, name: bytes, into: np.ndarray) -> bool:
         with self._lock:
+            # on its way to the next tier it is in neither; then it is there
+            self._lock.wait_for(lambda: name != self._leaving, SPILL_S)
             slot = self._slots.begin_read(name)
         if slot is None:
             return False
