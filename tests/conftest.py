@@ -8,10 +8,8 @@ from hypothesis import settings
 
 NEEDS = ("logic", "cpu", "gpu", "multi_gpu", "cluster", "browser", "e2e")
 
-# Examples where a test does not say how many: all logic tests together must stay short, and every run without CI draws new ones.
-EXAMPLES = 40
-settings.register_profile("kilat", deadline=None, print_blob=True, max_examples=EXAMPLES)
-settings.register_profile("kilat-ci", parent=settings.get_profile("ci"), deadline=None, max_examples=EXAMPLES)
+settings.register_profile("kilat", deadline=None, print_blob=True)
+settings.register_profile("kilat-ci", parent=settings.get_profile("ci"), deadline=None)
 settings.load_profile("kilat-ci" if settings.get_current_profile_name() == "ci" else "kilat")
 
 

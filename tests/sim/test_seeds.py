@@ -11,7 +11,7 @@ from tests.sim.runs import broken, cluster, settle
 
 pytestmark = pytest.mark.logic
 
-N_SEEDS = 120
+N_SEEDS = 200
 
 
 def test_whatever_goes_wrong_every_request_ends_once_with_its_tokens_and_nothing_stays_pinned():
