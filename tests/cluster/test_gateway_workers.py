@@ -188,3 +188,15 @@ def test_deployment_without_workers_for_all_work_is_refused(counts: tuple[int, i
     workers, prefill, decode = counts
     with pytest.raises(ConfigError, match="worker"):
         check(config(workers=workers, prefill=prefill, decode=decode))
+
+
+def test_each_worker_is_told_of_at_its_own_speed() -> None:
+    quick, slow = worker("quick"), worker("slow")
+    crew(quick, slow)
+    for k in range(1, 40):
+        quick.on_status(status(10 * k, seconds=0.1 * k, out=100.0 * k))
+        slow.on_status(status(10 * k, seconds=0.3 * k, out=100.0 * k))
+    assert slow.step_s(10) > 2 * quick.step_s(10) > 0
+    for w in (quick, slow):
+        view = w.view(Loads())
+        assert (view.step_s, view.prefill_tokens_per_s) == (w.step_s(0), w.prefill_tokens_per_s)

@@ -59,3 +59,13 @@ def test_closing_ends_the_processes(monkeypatch):
     ahead.close()
     ahead.start()
     assert n > 0 and len(started) == n and all(p.poll() is not None for p in started) and ahead.done
+
+
+def test_a_machine_without_room_for_processes_goes_on_without_them(monkeypatch):
+    def full(*args, **kwargs):
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr("kilat.engine.compile_ahead.subprocess.Popen", full)
+    ahead = CompileAhead(config())
+    ahead.start()
+    assert ahead.done

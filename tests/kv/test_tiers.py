@@ -228,3 +228,12 @@ def test_a_page_that_finds_all_places_being_read_goes_to_the_next_tier() -> None
     tier._slots.begin_read(b"read")
     tier.put(b"late", np.full(8, 2, np.uint8))
     assert tier.has(b"read") and next_tier == {b"late": bytes([2] * 8)}
+
+
+def test_a_page_that_never_reaches_the_next_tier_is_told_though_somebody_asked_on_its_way() -> None:
+    asked: list[list[bytes]] = []
+    tier = HostTier(np.zeros((1, 8), np.uint8), lambda name, page: asked.append(tier.take_lost()))
+    tier.put(b"old", np.full(8, 1, np.uint8))
+    tier.put(b"new", np.full(8, 2, np.uint8))
+    assert asked == [[b"old"]]  # at that moment it still counts as here, so the answer was of no use
+    assert not tier.has(b"old") and tier.take_lost() == [b"old"]

@@ -33,15 +33,16 @@ class CompileAhead:
             return
         n = max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2))
         config = msgspec.json.encode(self._config).decode()
-        self._running = [
-            subprocess.Popen(
-                [sys.executable, "-m", "kilat.engine.compile_main", config, str(i), str(n)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=child_environment(),
-            )
-            for i in range(n)
-        ]
+        self._running = []
+        try:
+            for i in range(n):
+                command = [sys.executable, "-m", "kilat.engine.compile_main", config, str(i), str(n)]
+                quiet = subprocess.DEVNULL
+                self._running.append(
+                    subprocess.Popen(command, stdin=quiet, stdout=quiet, env=child_environment())
+                )
+        except OSError as e:  # a machine without room for processes: what they do not compile the engine does
+            event(_log, "not_compiled_ahead", reason=str(e), started=len(self._running), of=n)
 
     @property
     def done(self) -> bool:

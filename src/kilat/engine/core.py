@@ -226,7 +226,8 @@ class Engine:
         return events
 
     def prepare(self) -> bool:
-        """Use a pause: with no work, do some tens of milliseconds of what makes later steps faster. False when nothing is left to do."""
+        """Use a pause: with no work, do some tens of milliseconds of what makes later steps faster. False when
+        nothing is left to do, or has to be waited for."""
         return not self.has_work and (self.pages.prepare() or self.runner.prepare())
 
     def _await_compile(self) -> None:

@@ -18,30 +18,8 @@ from kilat.ops.batch import StepBatch
 from kilat.ops.sample import Draws
 
 ROW_BUCKETS = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    24,
-    32,
-    48,
-    64,
-    96,
-    128,
-    160,
-    192,
-    224,
-    256,
-    320,
-    384,
-    448,
-    512,
-    640,
-    768,
-    896,
-    1024,
-)
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024
+)  # fmt: skip
 TOKEN_MULTIPLE = 128
 """Of the tokens of a step whose prompt share is bounded. Sizes between cost more than the next one: 64 streams and a prompt's chunk took an
 H200 13 ms with 512 tokens together, 16 with 448 and 15 with 576 (8B shapes)."""

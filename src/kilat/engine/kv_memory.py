@@ -118,17 +118,15 @@ class PageMemory:
     def prepare(self) -> bool:
         """Get some more of a shared pool's memory from the system, so that no step and no read has to: pages that are new to the system cost
         several times what copying them does. False when all is there, or the host has little left."""
-        memory = self._map
-        n_left = self.n_bytes - self._n_touched
-        if memory is None or n_left <= 0:
+        n = min(self.n_bytes - self._n_touched, TOUCH_BYTES)
+        if self._map is None or n <= 0:
             return False
         host = psutil.virtual_memory()
-        n = min(n_left, TOUCH_BYTES)
+        if host.available - n < LEFT_SHARE * host.total:
+            return False
         try:
-            if host.available - n < LEFT_SHARE * host.total:
-                raise OSError
-            memory.madvise(POPULATE_WRITE, self._n_touched, n)
-        except OSError:  # nor does this system have it
+            self._map.madvise(POPULATE_WRITE, self._n_touched, n)
+        except OSError:  # this system does not have it
             self._map = None
             return False
         self._n_touched += n

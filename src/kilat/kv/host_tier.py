@@ -53,6 +53,8 @@ class HostTier:
         finally:
             with self._lock:
                 self._leaving = None
+                if old is not None:
+                    self._slots.lose(old)  # whoever asked meanwhile took it for here
                 self._lock.notify_all()
         np.copyto(self._memory[slot], page)
         with self._lock:

@@ -115,6 +115,5 @@ class ShmTransport:
 def _unmap(last: list[_Peer]) -> None:
     """Drop a mapping behind everything else that this process does: when its owner has ended, this frees all of the pool's memory, which
     takes as long as some steps."""
-    if hasattr(os, "setpriority"):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     last.clear()

@@ -123,6 +123,10 @@ class Slots:
         if not self._reading[slot]:
             del self._reading[slot]
 
+    def lose(self, name: bytes) -> None:
+        """It is not here, which is to be told (again)."""
+        self._lost[name] = None
+
     def drop(self, name: bytes) -> None:
         """What is there is not what it should be."""
         slot = self._slot_of.pop(name, None)

@@ -60,6 +60,14 @@ def test_tokens_of_a_step_that_the_target_bounds_are_a_multiple_of_what_the_devi
     assert pace.prefill_tokens(40, 100, 16) == 100
 
 
+def test_a_share_that_rounding_would_take_most_of_is_not_rounded():
+    pace = Pace(0.1, token_multiple=128)
+    pace.stepped(0.0, 1.0, 0, 1000)  # 95 tokens in what a step aims at
+    assert pace.prefill_tokens(40, 10_000, 16) == 88
+    assert pace.prefill_tokens(20, 10_000, 16) == 95
+    assert pace.prefill_tokens(100, 10_000, 16) == 95
+
+
 def test_without_decode_rows_the_target_protects_nobody():
     pace = Pace(0.1)
     pace.stepped(0.0, 1.0, 0, 1000)

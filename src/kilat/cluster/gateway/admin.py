@@ -56,10 +56,8 @@ def worker_cards(fleet: Fleet) -> list[dict[str, Any]]:
                 "heard_s_ago": round(fleet.silent_s(w), 3),
                 "n_pages": w.hello.n_pages if w.hello is not None else None,
                 "transports": [e.transport for e in w.hello.endpoints] if w.hello is not None else [],
-                "prefill_tokens_per_s": round(w.times.prompt_tokens_per_s, 1),
-                "step_ms": round(
-                    w.times.decode_s(max(gauges.get(names.SESSIONS_RUNNING, 0.0), 1.0)) * 1e3, 2
-                ),
+                "prefill_tokens_per_s": round(w.prefill_tokens_per_s, 1),
+                "step_ms": round(w.step_s(gauges.get(names.SESSIONS_RUNNING, 0.0)) * 1e3, 2),
                 "counters": {_short(name): counters.get(name, 0.0) for name in _COUNTERS},
                 "gauges": {_short(name): gauges.get(name, 0.0) for name in _GAUGES},
             }

@@ -64,6 +64,15 @@ class WorkerState:
             if expected_s > 0:
                 self.slowness += SLOWNESS_WEIGHT * (seconds / expected_s - self.slowness)
 
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Of computing prompts alone; 0 while not known."""
+        return self.times.prompt_tokens_per_s / self.slowness
+
+    def step_s(self, running: float) -> float:
+        """A step that decodes so many sessions, at least one; 0 while not known."""
+        return self.times.decode_s(max(running, 1)) * self.slowness
+
     def view(self, loads: Loads) -> WorkerView:
         """For the router. Pages come from its last status, load from what was given to it since."""
         load, hello = loads.of(self.worker_id), self.hello
@@ -81,8 +90,8 @@ class WorkerState:
             free_pages=free,
             n_pages=n_pages,
             queued_prompt_tokens=load.queued_prompt_tokens,
-            prefill_tokens_per_s=self.times.prompt_tokens_per_s / self.slowness,
-            step_s=self.times.decode_s(max(load.running, 1)) * self.slowness,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            step_s=self.step_s(load.running),
             row_s=self.times.row_s * self.slowness,
             draining=not self.takes_sessions,
             seen_s=self.heard_at_s,

@@ -32,7 +32,7 @@ class Pace:
 
     def prefill_tokens(self, n_decode: int, n_left: int, page_tokens: int) -> int:
         """Tokens of prefill for a step with ``n_decode`` decode rows and ``n_left`` tokens of budget: what the target leaves,
-        all tokens together a multiple of ``token_multiple``, at most twice of what was measured lately, never below one page, so that
+        all tokens together a multiple of ``token_multiple`` if that costs less than half of them, at most twice of what was measured lately, never below one page, so that
         prompts always make progress. Without a stream to protect the budget alone decides."""
         if self.target_step_s is None or n_decode == 0:
             return n_left
@@ -40,9 +40,9 @@ class Pace:
         if self._prefill_s_per_token is not None:
             left_s = MARGIN * self.target_step_s - (self._decode_s or 0.0)
             share = min(int(left_s / self._prefill_s_per_token), int(2 * self._usual_prefill))
-        total = share + n_decode
-        share = total - total % self.token_multiple - n_decode
-        return min(n_left, max(share, page_tokens))
+        rounded = share - (share + n_decode) % self.token_multiple
+        # where rounding would take most of the share, a size that fits less well is the smaller loss
+        return min(n_left, max(rounded if 2 * rounded >= share else share, page_tokens))
 
     def stepped(self, planned_s: float, now_s: float, n_decode: int, n_prefill: int) -> None:
         """A step of that many tokens, planned at ``planned_s``, is committed. It began when it was planned or when the step before ended,
