@@ -6,7 +6,6 @@ steps that wrote them are finished on the device. Pools may lie on different dev
 """
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from kilat.base.errors import ConfigError, PeerError
 from kilat.kv.board import BOARD_BYTES, Board, PeerBoard
-from kilat.kv.jobs import Job, Jobs, are_below
+from kilat.kv.jobs import Job, Jobs
 from kilat.kv.mapping import host_id, map_file
 from kilat.kv.transport import WITHDRAWN, Done, compare_layout, layout_digest
 from kilat.wire.kv import Endpoint, KvLayout, Offer
@@ -27,7 +26,6 @@ BATCH_BYTES = 256 << 20
 """Bytes of one launch: about a tenth of a millisecond on the device between two looks at cancel and deadline."""
 AHEAD = 2
 """Launches that wait behind the one that runs, so that the device never waits for this process."""
-POLL_S = 0.00005
 
 
 class CudaAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -177,25 +175,24 @@ class CudaIpcTransport:
         peer = self._peers.get(job.offer.owner)
         if peer is None:
             raise PeerError(f"worker {job.offer.owner} is gone")
-        if not are_below(job.pages, len(peer.words)):
-            raise PeerError("the offer names a page that its owner's pool does not have")
+        job.check_owner_has(len(peer.words))
         if not peer.board.is_open(job.offer.move_id):
             raise PeerError(WITHDRAWN)
         n = max(1, BATCH_BYTES // self._layout.page_bytes)
         flying: deque[torch.cuda.Event] = deque()
         with torch.cuda.device(self._view.device), torch.cuda.stream(self._stream):
             # sent once: the host waits for such a copy, and so for all launches before it
-            numbers = torch.from_numpy(np.array([job.pages, job.into], np.int32)).to(self._view.device)
+            numbers = torch.from_numpy(job.numbers.copy()).to(self._view.device)
             try:
                 for at in range(0, len(job.pages), n):
                     job.left_s()
                     flying.append(self._launch(peer.words, numbers[:, at : at + n], job, at))
-                    job.n_bytes += len(job.pages[at : at + n]) * self._layout.page_bytes
+                    job.n_bytes += (min(at + n, len(job.pages)) - at) * self._layout.page_bytes
                     if len(flying) > AHEAD:
-                        _await(flying.popleft())
-            finally:
+                        flying.popleft().synchronize()
+            finally:  # no deadline here: as long as the device may write pages, they are nobody else's
                 while flying:
-                    _await(flying.popleft())
+                    flying.popleft().synchronize()
         if not peer.board.is_open(job.offer.move_id):
             raise PeerError(WITHDRAWN)
 
@@ -208,19 +205,13 @@ class CudaIpcTransport:
             end = at + numbers.shape[1]
             for page, into in zip(job.pages[at:end], job.into[at:end]):
                 self._words[into].copy_(source[page], non_blocking=True)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event(blocking=True)  # the thread sleeps until the device wakes it
         done.record(self._stream)
         return done
 
     def _bytes_of(self, page: int) -> np.ndarray:
         with torch.cuda.stream(self._stream):
             return self._view[page].cpu().numpy()
-
-
-def _await(done: torch.cuda.Event) -> None:
-    """No deadline here: as long as the device may write pages, they are nobody else's."""
-    while not done.query():
-        time.sleep(POLL_S)
 
 
 def _uuid(device: torch.device) -> str:

@@ -18,7 +18,7 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
 from kilat.base.errors import PeerError
 from kilat.kv.board import BOARD_BYTES, Board, PeerBoard
-from kilat.kv.jobs import Job, Jobs, Lane, are_below
+from kilat.kv.jobs import Job, Jobs, Lane
 from kilat.kv.transport import WITHDRAWN, Done, Pages, compare_layout, layout_digest
 from kilat.wire.kv import Endpoint, Offer
 
@@ -120,8 +120,7 @@ class NixlTransport:
         if peer.is_gone:
             raise PeerError(f"worker {job.offer.owner} is gone")
         address, n = peer.address, self._pages.layout.page_bytes
-        if not are_below(job.pages, address.n_pages):
-            raise PeerError("the offer names a page that its owner's pool does not have")
+        job.check_owner_has(address.n_pages)
         try:
             if not peer.is_known:
                 self._meet(peer)
