@@ -10,6 +10,7 @@ from kilat.engine.grammar import GrammarCompiler
 from kilat.engine.kv_memory import PageMemory, page_layout
 from kilat.engine.runner import HostRunner
 from kilat.engine.sampler import Sampler
+from kilat.engine.work import model_work
 from kilat.ops import kernels as reference_kernels
 from kilat.ops.kernels import Kernels
 from kilat.policy.sched.config import SchedulerConfig
@@ -91,6 +92,7 @@ def make_engine(
         "float32",
         "reference",
         {},
+        model_work(model, layout),
     )
     return Engine(info, scheduler, runs, pages, grammars, depth=depth)
 

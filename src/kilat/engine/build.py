@@ -18,6 +18,7 @@ from kilat.engine.kv_memory import Ledger, PageMemory, choose_pages, free_bytes,
 from kilat.engine.kv_scales import measured_scales, require_fp8_kv, scales_name, stored_scales
 from kilat.engine.runner import HostRunner, MatcherOf, Runner
 from kilat.engine.sampler import Sampler
+from kilat.engine.work import model_work
 from kilat.load.config import read_config as read_raw_config
 from kilat.load.config import read_generation
 from kilat.load.sources import ModelFiles
@@ -105,6 +106,7 @@ def build_engine(
         dtype=str(choices.dtype).removeprefix("torch."),
         kernels=f"{choices.kernels.name}: {choices.kernels.why}{note}",
         ledger_bytes=ledger.owners,
+        work=model_work(model, layout),
     )
     scheduler = Scheduler(_limits(config, choices, n_pages), model_id=name, eos_ids=generation.eos_ids)
     return Engine(info, scheduler, runner, pages, grammars, depth=choices.depth)

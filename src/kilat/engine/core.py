@@ -15,6 +15,8 @@ from kilat.base.ids import branch_id
 from kilat.engine.grammar import COMPILE_LIMIT_S, GrammarCompiler, Matcher
 from kilat.engine.kv_memory import PageMemory
 from kilat.engine.runner import Flying, Runner
+from kilat.engine.timeline import CALLER, COMMIT, NO_REQUESTS, READ_BACK, SCHEDULE, Unwatched, Watcher
+from kilat.engine.work import ModelWork
 from kilat.policy.cache.changes import PageChanges
 from kilat.policy.sched.moves import Arrived, Departed
 from kilat.policy.sched.plan import StepPlan
@@ -26,7 +28,8 @@ from kilat.wire.session import SessionRecord
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts of a running engine that its clients need; sizes in tokens unless named. ``ledger_bytes``: memory by owner."""
+    """Facts of a running engine that its clients need; sizes in tokens unless named. ``ledger_bytes``: memory by owner; ``work``: what
+    the steps of its model cost."""
 
     model_id: str
     max_model_len: int
@@ -38,6 +41,7 @@ class EngineInfo:
     dtype: str
     kernels: str
     ledger_bytes: dict[str, int]
+    work: ModelWork
 
 
 @dataclass(slots=True)
@@ -81,6 +85,7 @@ class Engine:
         self._compiling: dict[str, _Compiling] = {}
         self._frozen: list[str] = []
         self._step_s = 0.0
+        self._watcher: Watcher = Unwatched()
 
     # -- requests -------------------------------------------------------------------------------------------------------------------
 
@@ -212,18 +217,28 @@ class Engine:
     def step(self) -> list[SessionEvent]:
         """Start at most one step and finish at most one; returns the news. Without anything to do it returns at once."""
         begin = self._now()
+        self._watcher.mark(SCHEDULE)
         events = self._take_compiled()
         plan = self.scheduler.plan(self._now()) if len(self._flying) < self._depth else None
         if plan is not None:
+            self._watcher.launching(plan)
             self._flying.append((plan, self.runner.launch(plan)))
         if self._flying and (plan is None or len(self._flying) == self._depth):
             done, flying = self._flying.popleft()
-            events += self.scheduler.commit(done, flying.result(), self._now())
+            self._watcher.mark(READ_BACK)
+            result = flying.result()
+            self._watcher.mark(COMMIT)
+            events += self.scheduler.commit(done, result, self._now())
             self.step_count += 1
             self._step_s += self._now() - begin
         elif plan is None:
             self._await_compile()
+        self._watcher.mark(CALLER if self.has_work else NO_REQUESTS)
         return events
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell ``watcher`` what steps do from now on, in place of the watcher before it."""
+        self._watcher = self.runner.watcher = watcher
 
     def prepare(self) -> bool:
         """Use a pause: with no work, do some tens of milliseconds of what makes later steps faster. False when

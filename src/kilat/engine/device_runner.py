@@ -29,6 +29,7 @@ from kilat.engine.graphs import (
 from kilat.engine.inputs import host_batch
 from kilat.engine.runner import Flying, MatcherOf, Model, copy_pages
 from kilat.engine.sampler import Sampler
+from kilat.engine.timeline import INPUTS, LAUNCH, SAMPLING, Unwatched, Watcher
 from kilat.ops.batch import StepBatch
 from kilat.ops.sample import Draws, uniforms
 from kilat.policy.sched.plan import PENDING, Row, StepPlan, StepResult
@@ -98,6 +99,7 @@ class DeviceRunner:
         self._draw = sampler.kernels.draw
         self.model_s = 0.0
         self.run_s = 0.0
+        self.watcher: Watcher = Unwatched()
         cuda = kv.device.type == "cuda"
         # a finished session's row may still be in flight when its successor starts: twice the rows are always enough
         n_slots = 2 * limits.max_rows
@@ -116,6 +118,7 @@ class DeviceRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Flying:
         begin = time.perf_counter()
+        self.watcher.mark(INPUTS)
         for session_id in plan.gone:
             self.sampler.forget(session_id)
             slot = self._slots.pop(session_id, None)
@@ -239,6 +242,7 @@ class DeviceRunner:
         self._fill_rest(rows, shape, f)
         self._buffer.send(shape)
         begin = time.perf_counter()
+        self.watcher.mark(LAUNCH)
         ids = self.graphs.run(shape)
         self.model_s += time.perf_counter() - begin
         return self._land(rows, ids[: len(rows)])
@@ -269,7 +273,9 @@ class DeviceRunner:
         batch = host.to(device, self.limits.page_tokens)
         ids = self._with_pending(rows, host.token_ids, host.row_start, batch.token_ids)
         begin = time.perf_counter()
+        self.watcher.mark(LAUNCH)
         logits = self.model(_with_ids(batch, ids), self.kv)
+        self.watcher.mark(SAMPLING)
         self.model_s += time.perf_counter() - begin
         slots = [self._slots[r.session_id] for r in rows if r.sample]
         result = self.sampler.sample(rows, logits)

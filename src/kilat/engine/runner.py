@@ -11,6 +11,7 @@ from torch import Tensor
 from kilat.engine.grammar import Matcher
 from kilat.engine.inputs import build_batch
 from kilat.engine.sampler import Sampler
+from kilat.engine.timeline import INPUTS, MODEL, SAMPLING, Unwatched, Watcher
 from kilat.ops.batch import StepBatch
 from kilat.policy.sched.plan import StepPlan, StepResult
 from kilat.wire.sampling import Grammar
@@ -35,10 +36,11 @@ class Flying(Protocol):
 
 class Runner(Protocol):
     """Executes plans in the order they are launched. ``model_s`` and ``run_s`` are seconds spent in forward passes and in whole steps
-    since the start; their difference is the host's share."""
+    since the start; their difference is the host's share. ``watcher`` hears the phases of launches."""
 
     model_s: float
     run_s: float
+    watcher: Watcher
 
     def launch(self, plan: StepPlan) -> Flying:
         """Start ``plan``; it may be finished when this returns."""
@@ -70,6 +72,7 @@ class HostRunner:
         self.sampler, self.matcher_of = sampler, matcher_of
         self.model_s = 0.0
         self.run_s = 0.0
+        self.watcher: Watcher = Unwatched()
         self._last_sampled: dict[str, int] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="step") if depth > 1 else None
 
@@ -90,6 +93,7 @@ class HostRunner:
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
+        self.watcher.mark(INPUTS)
         for session_id in plan.gone:
             self.sampler.forget(session_id)
             self._last_sampled.pop(session_id, None)
@@ -98,7 +102,9 @@ class HostRunner:
             copy_pages(self.kv, plan.copies)
         batch = build_batch(plan.rows, self.page_tokens, self.kv.device, self._last_sampled)
         start = time.perf_counter()
+        self.watcher.mark(MODEL)
         logits = self.model(batch, self.kv)
+        self.watcher.mark(SAMPLING)
         self.model_s += time.perf_counter() - start
         result = self.sampler.sample(plan.rows, logits)
         for row, ids in zip(plan.rows, result.token_ids):
