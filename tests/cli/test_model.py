@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from kilat.base.errors import ModelFileError
-from kilat.cli import fetch
 from kilat.cli.facts import read_facts
 from kilat.cli.main import main
+from kilat.load import sources
 from kilat.load.files import ModelFiles
 from kilat.load.sources import catalogue
 from tests.cli.whole_model import CONFIG, PARAMETERS, write_model
@@ -93,7 +93,7 @@ def test_list_shows_the_catalogue_and_that_nothing_is_here(capsys: pytest.Captur
 def test_info_of_a_catalogue_model_that_is_not_here_downloads_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fetch, "resolve", lambda *args: pytest.fail("a download was started"))
+    monkeypatch.setattr(sources, "resolve", lambda *args: pytest.fail("a download was started"))
     assert main(["model", "info", "smollm2"]) == 1
     err = capsys.readouterr().err
     assert "93.8 MiB" in err and "kilat model pull smollm2" in err and err.count("\n") == 1

@@ -1,10 +1,12 @@
 """`kilat native MODEL -p TEXT`: one prompt and one stream in the native runtime, without the engine and without torch."""
 
 import argparse
+import codecs
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from kilat.base.errors import ConfigError
 from kilat.cli.fetch import fetch
@@ -12,9 +14,6 @@ from kilat.cli.text import n_bytes_text
 from kilat.load.files import ModelFiles
 from kilat.native import library
 from kilat.native.runtime import MemoryOwner, NativeModel, NativeSession, Sampling
-from kilat.text.detokenize import StreamDetokenizer
-from kilat.text.template import load_template
-from kilat.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -30,8 +29,6 @@ class _Clock:
 def run(args: argparse.Namespace) -> int:
     """Exit status 0; errors are raised."""
     files = fetch(args.model)
-    tokenizer = Tokenizer.from_files(files)
-    prompt = _prompt_ids(files, tokenizer, args)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     library.load(args.library)  # built now if it was not, which is no part of the times
     clock = _Clock(time.perf_counter())
@@ -44,11 +41,11 @@ def run(args: argparse.Namespace) -> int:
         library=args.library,
     ) as model:
         clock.opened = time.perf_counter()
+        prompt, text = _read(files, model, args)
         with model.session(args.context) as session:
             clock.ready = time.perf_counter()
             end = () if args.ignore_eos else model.info.end_ids
             most = min(args.max_tokens, session.context - len(prompt) + 1)
-            text = StreamDetokenizer(tokenizer)
             n = 0
             for token in _stream(session, prompt, sampling, most):
                 n += 1
@@ -63,14 +60,54 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt_ids(files: ModelFiles, tokenizer: Tokenizer, args: argparse.Namespace) -> list[int]:
+class _Text(Protocol):
+    """Ids to text, as they come."""
+
+    def push(self, ids: list[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class _RuntimeText:
+    """What the runtime's own tokenizer says of ids; control tokens are their names."""
+
+    def __init__(self, model: NativeModel) -> None:
+        self._bytes_of = model.token_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, ids: list[int]) -> str:
+        return self._decode(b"".join(map(self._bytes_of, ids)))
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+def _read(files: ModelFiles, model: NativeModel, args: argparse.Namespace) -> tuple[list[int], _Text]:
+    """Ids of the prompt and the text of the answer: with the runtime's tokenizer if it has the model's, for it is open already and
+    the text package's takes longer to build than a small model to answer.
+    """
+    if files.kind == "gguf" and not args.chat:
+        try:
+            return model.encode(args.prompt), _RuntimeText(model)
+        except ConfigError:  # a tokenizer that only the text package knows
+            pass
+    return _read_slowly(files, args)
+
+
+def _read_slowly(files: ModelFiles, args: argparse.Namespace) -> tuple[list[int], _Text]:
+    from kilat.text.detokenize import StreamDetokenizer
+    from kilat.text.template import load_template
+    from kilat.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_files(files)
+    text = StreamDetokenizer(tokenizer, skip_special=False)
     if not args.chat:
-        return tokenizer.encode(args.prompt)
+        return tokenizer.encode(args.prompt), text
     template = load_template(files, tokenizer)
     if template is None:
         raise ConfigError("the model has no chat template: leave --chat out, and give the whole prompt")
     message = {"role": "user", "content": args.prompt}
-    return tokenizer.encode(template.render([message]), add_special=False)
+    return tokenizer.encode(template.render([message]), add_special=False), text
 
 
 def _stream(session: NativeSession, prompt: list[int], sampling: Sampling, most: int) -> Iterator[int]:

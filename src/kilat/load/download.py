@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from kilat.base.errors import SourceError
+from kilat.load.files import RemoteFile
 
 CHUNK_BYTES: Final = 1 << 20
 # Attempts in a row that gain less than GAIN_BYTES before a download is given up.
@@ -30,15 +31,6 @@ class Progress(Protocol):
         ...
 
     def finish(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """What a file must be, whoever serves it."""
-
-    name: str
-    n_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)

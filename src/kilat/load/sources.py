@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from kilat.base.env import cache_dir
@@ -11,7 +10,8 @@ from kilat.load import catalogue as packages
 from kilat.load.download import Progress
 from kilat.load.files import ModelFiles
 from kilat.load.hub import snapshot
-from kilat.load.package_models import is_cached, pull
+from kilat.load.local import find_local
+from kilat.load.package_models import pull
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}", re.ASCII)
 
@@ -47,13 +47,13 @@ def resolve(name: str, progress: Progress | None = None) -> ModelFiles:
 
     Tried in this order: a name of the catalogue, a path that exists, a hub id ``owner/name``.
     """
+    found = find_local(name)
+    if found is not None:
+        return found
     model = packages.find(name)
     if model is not None:
         return ModelFiles("gguf", pull(model, cache_dir(), progress or _Silent()), name)
-    path = Path(name).expanduser()
-    if _exists(path):
-        return _local(path)
-    if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return ModelFiles("hf", snapshot(name), name)
     names = ", ".join(model.name for model in packages.CATALOGUE)
     raise SourceError(
@@ -71,30 +71,7 @@ def catalogue() -> list[Listing]:
             model.n_bytes,
             model.sha256,
             tuple(f"{wheel.package}=={wheel.version}" for wheel in model.wheels),
-            is_cached(model, cache_dir()),
+            packages.is_cached(model, cache_dir()),
         )
         for model in packages.CATALOGUE
     ]
-
-
-def _local(path: Path) -> ModelFiles:
-    path = path.resolve()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise SourceError(
-                f"directory {path.name} has no config.json: give a Hugging Face model directory"
-            )
-        return ModelFiles("hf", path, path.name)
-    if not path.is_file() or path.suffix != ".gguf":
-        raise SourceError(
-            f"{path.name} is not a model: give a .gguf file or a directory with config.json and safetensors. Weights in other "
-            "formats (.bin, .pt) can run code when they are read and are not loaded"
-        )
-    return ModelFiles("gguf", path, path.stem)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name that is too long, or a folder that may not be entered
-        return False

@@ -1,17 +1,16 @@
 """Models and sessions of the native runtime. A step is one call into C; nothing of it is computed in Python.
 
 What the calls mean is said in native/include/kilat.h. A session is used by one thread at a time; close sessions before their model.
+Numbers come as memoryviews, which ``numpy.asarray`` takes as they are: a process that only wants tokens starts without numpy.
 """
 
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import byref, c_int, c_int32, c_int64, c_void_p
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
-
-import numpy as np
 
 from kilat.base.errors import ConfigError, EngineError, KilatError, LimitError, ModelFileError, RequestError
 from kilat.native import library as lib
@@ -144,13 +143,9 @@ class NativeModel:
         """Ids of ``text`` with the tokenizer of a GGUF file; ``special`` recognises control tokens and adds BOS where wanted."""
         raw = text.encode("utf-8")
         # an id a byte at most, and normalization can make three of one
-        ids, n = np.empty(3 * len(raw) + 4, np.int32), c_int64()
-        self.check(
-            self.library.kilat_encode(
-                self.handle, raw, len(raw), special, ids.ctypes.data, len(ids), byref(n)
-            )
-        )
-        return [int(i) for i in ids[: n.value]]
+        ids, n = (c_int32 * (3 * len(raw) + 4))(), c_int64()
+        self.check(self.library.kilat_encode(self.handle, raw, len(raw), special, ids, len(ids), byref(n)))
+        return ids[: n.value]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one id."""
@@ -195,10 +190,9 @@ class NativeSession:
 
     def prefill(self, ids: Sequence[int], sampling: Sampling | None = None) -> int | None:
         """Append ``ids`` (at least one); with ``sampling`` the id that follows. Raises RequestError, LimitError, EngineError."""
-        array = np.ascontiguousarray(ids, np.int32)
+        array = (c_int32 * len(ids))(*ids)
         draw = byref(sampling.struct()) if sampling else None
-        at = array.ctypes.data
-        self._check(self.library.kilat_prefill(self.handle, at, len(array), draw, byref(self._next)))
+        self._check(self.library.kilat_prefill(self.handle, array, len(array), draw, byref(self._next)))
         return self._next.value if sampling else None
 
     def step(self, token_id: int, sampling: Sampling | None = None) -> int | None:
@@ -212,17 +206,18 @@ class NativeSession:
         self._check(self.library.kilat_sample(self.handle, byref(sampling.struct()), byref(self._next)))
         return self._next.value
 
-    def logits(self) -> np.ndarray:
-        """[vocab] fp32 of the last token, a new array."""
-        out = np.empty(self.model.info.vocab, np.float32)
-        self._check(self.library.kilat_logits(self.handle, out.ctypes.data))
-        return out
+    def logits(self) -> "memoryview[float]":
+        """[vocab] fp32 of the last token, in new memory."""
+        out = (c_float * self.model.info.vocab)()
+        self._check(self.library.kilat_logits(self.handle, out))
+        return memoryview(out).cast("B").cast("f")
 
-    def layers(self) -> np.ndarray:
-        """[layers + 1, hidden] fp32 of the last token, a new array: what entered each layer, and what left the last one."""
-        out = np.empty((self.model.info.layers + 1, self.model.info.hidden), np.float32)
-        self._check(self.library.kilat_layers(self.handle, out.ctypes.data))
-        return out
+    def layers(self) -> "memoryview[float]":
+        """[layers + 1, hidden] fp32 of the last token, in new memory: what entered each layer, and what left the last one."""
+        shape = (self.model.info.layers + 1, self.model.info.hidden)
+        out = (c_float * (shape[0] * shape[1]))()
+        self._check(self.library.kilat_layers(self.handle, out))
+        return memoryview(out).cast("B").cast("f", shape)
 
     def rewind(self, n: int) -> None:
         """Forget all tokens but the first ``n``."""
