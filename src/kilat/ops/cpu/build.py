@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from kilat.base import env
@@ -36,6 +38,8 @@ _COMMON: dict[str, list[str]] = {
     "quant.cpp": [],
     "isa_plain.cpp": [],
 }
+# a source file -> its bytes and the headers that it names
+_Reader = Callable[[Path], tuple[bytes, list[Path]] | None]
 _COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -84,9 +88,13 @@ def build_library(what: str, units: dict[str, list[str]]) -> Path:
     folder = env.cache_dir() / "native"
     folder.mkdir(parents=True, exist_ok=True)
     compile_ = [cxx, *_FLAGS]
+    read = cache(_read)  # most headers are named by most units
     # path, flags and what becomes of it
     objects = {
-        sources / name: (own, folder / "objects" / f"{_fingerprint(sources / name, [*compile_, *own])}.o")
+        sources / name: (
+            own,
+            folder / "objects" / f"{_fingerprint(sources / name, [*compile_, *own], read)}.o",
+        )
         for name, own in units.items()
     }
     names = "".join(out.name for _, out in objects.values())
@@ -101,23 +109,31 @@ def build_library(what: str, units: dict[str, list[str]]) -> Path:
     return target
 
 
-def _fingerprint(source: Path, command: list[str]) -> str:
+def _fingerprint(source: Path, command: list[str], read: _Reader) -> str:
     """Hash of everything that decides an object's bits: the file, the headers it names, the command, the compiler's size and time."""
     digest = hashlib.blake2b(digest_size=12)
     stat = os.stat(command[0])
     digest.update(repr((command, stat.st_size, stat.st_mtime_ns)).encode())
-    for path in sorted(_with_headers(source.resolve(), set())):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path, content in sorted(_with_headers(source.resolve(), {}, read).items()):
+        digest.update(path.name.encode() + b"\0" + content + b"\0")
     return digest.hexdigest()
 
 
-def _with_headers(source: Path, found: set[Path]) -> set[Path]:
-    """``found`` with ``source`` and all headers that it names, or that those name."""
-    if source not in found and source.is_file():
-        found.add(source)
-        for name in _HEADER.findall(source.read_text(encoding="utf-8")):
-            _with_headers((source.parent / name).resolve(), found)
+def _with_headers(source: Path, found: dict[Path, bytes], read: _Reader) -> dict[Path, bytes]:
+    """``found`` with the bytes of ``source`` and of all headers that it names, or that those name."""
+    if source not in found and (file := read(source)) is not None:
+        found[source], headers = file
+        for header in headers:
+            _with_headers(header, found, read)
     return found
+
+
+def _read(path: Path) -> tuple[bytes, list[Path]] | None:
+    """The bytes of a source file and the headers that it names; None where there is no such file."""
+    if not path.is_file():
+        return None
+    content = path.read_bytes()
+    return content, [(path.parent / name).resolve() for name in _HEADER.findall(content.decode("utf-8"))]
 
 
 def _compile(
