@@ -178,6 +178,20 @@ def test_throughput_is_measured_in_this_process(model: Path, tmp_path: Path) -> 
     assert result["spread"]["output_tps"]["n"] == 2 and "output tok/s" in done.stdout
 
 
+def test_utilisation_is_printed_and_written_with_its_gaps_named(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    argv = "bench throughput --requests 6 --input-len 4 --output-len 40 --repeat 1 --utilisation".split()
+    done = kilat(*argv, str(model), "--json", str(file), *SMALL)
+    assert done.returncode == 0, done.stderr
+    use = json.loads(file.read_text())["utilisation"]
+    assert (use["device"], use["busy"], use["rows"]) == ("cpu", "forward calls", 6.0)
+    assert 0 < use["busy_share"] <= 1
+    assert use["busy_share"] + sum(g["share"] for g in use["gaps"]) == pytest.approx(1.0, abs=1e-3)
+    assert use["bandwidth_share"] > 0 and use["roofs"]["product"] == "float32 1024^3"
+    for said in ("utilisation of cpu", "bandwidth", "arithmetic", "host: schedule"):
+        assert said in done.stdout
+
+
 def test_serving_is_measured_on_a_server_of_its_own(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     argv = "bench serve --clients 2 --requests 4 --input-len 4 --output-len 5 --slo e2e=60000".split()

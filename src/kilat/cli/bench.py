@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from kilat.base.errors import ConfigError, EngineError
 from kilat.cli import load
@@ -15,9 +16,14 @@ from kilat.cli.options import engine_options
 from kilat.cli.progress import RowBar
 from kilat.cli.report import Subject, envelope, print_table, write_json
 from kilat.cli.server import Target, check_target, model_of, target
+from kilat.cli.utilisation import show, watch_round
 from kilat.cli.workload import Request, fresh, random_requests, read_dataset
 from kilat.engine.config import EngineConfig
 from kilat.load.config import read_config
+
+if TYPE_CHECKING:
+    from kilat.engine.utilisation import Utilisation
+    from kilat.llm import LLM
 
 WARM_UP = 2
 WARM_UP_TOKENS = 8
@@ -32,39 +38,20 @@ def run(args: argparse.Namespace) -> int:
 def _throughput(args: argparse.Namespace) -> int:
     # brings torch; the other kinds measure over HTTP and do without
     from kilat.llm import LLM
-    from kilat.wire.sampling import SamplingParams
 
     name = model_of(args)
     if name is None:
         raise ConfigError("got no model: name one (kilat model list shows some)")
     requests = _requests(args)
-    rounds: list[Summary] = []
     fetch(name)
     with LLM(name, **engine_options(args)) as llm:
         info = llm.engine.info
-        for r in range(-1, args.repeat):
-            batch = fresh(requests, r) if r >= 0 else _warm_up(args)
-            params = [
-                SamplingParams(temperature=0, max_tokens=q.output_tokens, ignore_eos=True) for q in batch
-            ]
-            with RowBar(f"round {r + 1}" if r >= 0 else "warm-up", len(batch)) as bar:
-                began = time.perf_counter()
-                done = llm.generate([q.prompt for q in batch], params, on_finish=lambda *_: bar.advance())
-                ended = time.perf_counter()
-            samples = [
-                Sample(
-                    began,
-                    began,
-                    ended,
-                    (ended,),
-                    len(c.prompt_ids),
-                    len(c.samples[0].token_ids),
-                    c.cached_tokens,
-                )
-                for c in done
-            ]
-            if r >= 0:
-                rounds.append(summarize(samples, {}))
+        _offline_round(llm, _warm_up(args), "warm-up")
+        rounds = [
+            summarize(_offline_round(llm, fresh(requests, r), f"round {r + 1}"), {})
+            for r in range(args.repeat)
+        ]
+        use = _watched_round(args, llm, fresh(requests, args.repeat)) if args.utilisation else None
     lines = [
         [f"{i}", f"{s.request_rps:.2f}", f"{s.output_tps:.1f}", f"{s.total_tps:.1f}", f"{s.elapsed_s:.2f}"]
         for i, s in enumerate(rounds, 1)
@@ -72,8 +59,33 @@ def _throughput(args: argparse.Namespace) -> int:
     columns = ("round", "requests/s", "output tok/s", "total tok/s", "seconds")
     print_table(f"throughput of {name}, {info.dtype}: {len(requests)} requests at once", columns, lines)
     fields = {"load": {"requests": len(requests)}, "shapes": _shapes(requests, rounds[0]), **_figures(rounds)}
+    if args.utilisation:
+        show(use)
+        fields["utilisation"] = asdict(use) if use else None
     write_json(args.json, envelope(args, _local_subject(args, name), **fields))
     return 0
+
+
+def _watched_round(args: argparse.Namespace, llm: "LLM", requests: Sequence[Request]) -> "Utilisation | None":
+    """A round of its own, since a profiler makes steps slower."""
+    n_output = sum(q.output_tokens for q in requests)
+    threads = args.threads or read_machine().cores
+    return watch_round(llm.engine, n_output, threads, lambda: _offline_round(llm, requests, "watched round"))
+
+
+def _offline_round(llm: "LLM", requests: Sequence[Request], title: str) -> list[Sample]:
+    """All requests at once, to their full length."""
+    from kilat.wire.sampling import SamplingParams
+
+    params = [SamplingParams(temperature=0, max_tokens=q.output_tokens, ignore_eos=True) for q in requests]
+    with RowBar(title, len(requests)) as bar:
+        began = time.perf_counter()
+        done = llm.generate([q.prompt for q in requests], params, on_finish=lambda *_: bar.advance())
+        ended = time.perf_counter()
+    return [
+        Sample(began, began, ended, (ended,), len(c.prompt_ids), len(c.samples[0].token_ids), c.cached_tokens)
+        for c in done
+    ]
 
 
 def _latency(args: argparse.Namespace) -> int:

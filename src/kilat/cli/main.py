@@ -312,6 +312,11 @@ def _bench_throughput(parser: Parser) -> None:
     parser.set_defaults(kind="throughput")
     _model(parser)
     parser.add_argument("--model", metavar="MODEL", help="the same as MODEL")
+    parser.add_argument(
+        "--utilisation",
+        action="store_true",
+        help="watch steps of one more round: busy share of the device, shares of its roofs, named gaps",
+    )
     _workload(parser, repeat=3)
     _engine(parser)
 

@@ -75,30 +75,31 @@ class StepWatch:
     # -- heard from the engine --------------------------------------------------------------------------------------------------------
 
     def mark(self, phase: str) -> None:
+        now_ns, thread = time.time_ns(), threading.get_ident()
         if phase is SCHEDULE:
-            self._thread = threading.get_ident()
-            self._between_steps()
+            self._thread = thread
+            self._between_steps(now_ns)
         if self._stage is not _Stage.BEFORE:
-            self._marks.append((time.time_ns(), threading.get_ident(), phase))
+            self._marks.append((now_ns, thread, phase))
 
     def launching(self, plan: StepPlan) -> None:
         self._n_launched += 1
         if self._stage is _Stage.STEPS:
             self._plans.append(plan)
 
-    def _between_steps(self) -> None:
+    def _between_steps(self, now_ns: int) -> None:
         if self._stage is _Stage.BEFORE:
             self._n = self._when()
             if self._n > 0:
-                self._enter(_Stage.STEPS)
+                self._enter(_Stage.STEPS, now_ns)
         elif self._stage is _Stage.LEAD:
             if self._n_launched >= LEAD:
-                self._enter(_Stage.TRACED)
+                self._enter(_Stage.TRACED, now_ns)
         elif self._n_launched >= self._n:
-            self._close(time.time_ns())
+            self._close(now_ns)
 
-    def _enter(self, stage: _Stage) -> None:
-        self._stage, self._n_launched, self._begin_ns = stage, 0, time.time_ns()
+    def _enter(self, stage: _Stage, now_ns: int) -> None:
+        self._stage, self._n_launched, self._begin_ns = stage, 0, now_ns
 
     def _close(self, end_ns: int) -> None:
         """End the window that is open."""
@@ -107,7 +108,7 @@ class StepWatch:
             self._timed = (begin_ns, end_ns)
             if self._trace is not None:
                 self._trace.start()
-                self._enter(_Stage.LEAD)
+                self._enter(_Stage.LEAD, end_ns)
                 return
             self._look(self._forward_calls(end_ns), n, begin_ns, end_ns)
         elif self._trace is not None:
