@@ -10,18 +10,20 @@ import json
 import platform
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from statistics import median
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from kilat.base import metrics
 from kilat.engine.build import build_engine
 from kilat.engine.config import EngineConfig
 from kilat.engine.core import Engine
+from kilat.engine.roofs import measure_roofs
+from kilat.engine.utilisation import Roofs
+from kilat.engine.watch import watch_steps
 from kilat.wire.sampling import SamplingParams
 from kilat.wire.session import SessionRecord
 
@@ -74,9 +76,9 @@ def decode_steps(engine: Engine, rows: int, context: int, n_steps: int) -> dict:
     }
 
 
-def device_use(engine: Engine, rows: int, context: int, bandwidth: float) -> dict:
-    """Of 20 decode steps under a profiler: the share of the time in which a kernel runs, the kernels that take most, and the bytes that a
-    step must read (weights, keys and values) over what a copy moves in the time of a step."""
+def device_use(engine: Engine, rows: int, context: int, roofs: Roofs) -> dict:
+    """Decode steps under a profiler: the share of the time in which a kernel runs, what it waits for, the kernels that take most; and the
+    bytes that a step must read over what a copy moves in the time of a step without a profiler."""
     names = [f"u{rows}-{i}-{time.time()}" for i in range(rows)]
     for name in names:
         submit(engine, name, context, 4000)
@@ -85,53 +87,13 @@ def device_use(engine: Engine, rows: int, context: int, bandwidth: float) -> dic
         speaking |= {e.session_id for e in engine.step()}
     for _ in range(20):
         engine.step()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(20):
-            engine.step()
-        torch.cuda.synchronize()
-    tokens = sum(len(engine.scheduler.export(n).output_ids) for n in names) + rows * context
+    watch = watch_steps(engine, lambda: 20)
+    while not watch.done:
+        engine.step()
+    use = watch.finish(roofs)
     engine.abort(names)
     drain(engine)
-    spans = sorted(
-        (e.time_range.start, e.time_range.end, e.name)
-        for e in trace.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA
-    )
-    busy, end, by_name = 0.0, spans[0][0], Counter()
-    for start, stop, name in spans:
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-        by_name[name[:40]] += stop - start
-    wall_us = end - spans[0][0]
-    ledger = engine.info.ledger_bytes
-    page_bytes = ledger["pages"] / (engine.info.n_pages + 1)
-    read = ledger["weights"] + tokens / engine.info.page_tokens * page_bytes
-    return {
-        "rows": rows,
-        "busy_share": busy / wall_us,
-        "step_ms": wall_us / 20e3,
-        "host_wall_ms": (time.perf_counter() - begin) * 1e3,
-        "read_gb": read / 1e9,
-        "share_of_copy_bandwidth": read / bandwidth / (wall_us / 20e6),
-        "kernels_ms": {k: round(v / 20e3, 3) for k, v in by_name.most_common(8)},
-    }
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second that a large copy on the device reads and writes."""
-    a = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    times = []
-    for _ in range(6):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        b.copy_(a)
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return 2 * len(a) / median(times) * 1e3
+    return asdict(use)
 
 
 def first_token(engine: Engine, n_prompt: int, repeats: int) -> dict:
@@ -260,20 +222,20 @@ def start(a: argparse.Namespace) -> tuple[Engine, dict]:
         "first_token_s": first_token_s,
         "compiled_ahead_s": compiled_s,
         "prepared": {"n": len(pauses), "s": sum(pauses), "longest_ms": max(pauses, default=0.0) * 1e3},
-        "copy_bytes_per_s": copy_bandwidth(),
     }
 
 
 def main() -> None:
     a = arguments()
     engine, out = start(a)
+    roofs = measure_roofs(torch.device("cuda"), torch.bfloat16, 1)
+    out["roofs"] = asdict(roofs)
     print(json.dumps(out), flush=True)
-    bandwidth = out["copy_bytes_per_s"]
     cases: dict[str, list[Callable[[], dict]]] = {
         "decode": [
             partial(decode_steps, engine, rows, 512, 100 if rows < 256 else 60) for rows in (1, 8, 64, 256)
         ],
-        "use": [partial(device_use, engine, rows, 512, bandwidth) for rows in (1, 256)],
+        "use": [partial(device_use, engine, rows, 512, roofs) for rows in (1, 256)],
         "ttft": [partial(first_token, engine, n, 3) for n in (128, 1024, 8192)],
         "interference": [partial(interference, engine, 64, 8192)] * 3,
         "offline": [partial(offline, engine, *map(int, o.split("x"))) for o in a.offline.split(",")],
