@@ -11,7 +11,7 @@ from kilat.engine.device_trace import clock_shift, to_spans
 from kilat.engine.roofs import measure_roofs
 from kilat.engine.timeline import CALLER, COMMIT, INPUTS, NO_REQUESTS, SAMPLING, SCHEDULE
 from kilat.engine.utilisation import Roofs, Span
-from kilat.engine.watch import LEAD, NO_KERNELS, StepWatch, watch_steps
+from kilat.engine.watch import LEAD, NO_KERNELS, TOO_SHORT, StepWatch, watch_steps
 from tests.engine.harness import drain, make_engine, outputs, record, tiny_model
 
 pytestmark = pytest.mark.cpu
@@ -128,7 +128,8 @@ def test_work_that_ends_first_is_reported_with_the_steps_that_there_were(model):
     watch = watched(engine, FakeTrace(), n=300)
     drain(engine)
     found = watch.finish(ROOFS)
-    assert 30 < found.steps < 40 and found.busy_share is None and watch.done
+    assert 30 < found.steps < 40 and watch.done
+    assert (found.busy_share, found.note) == (None, TOO_SHORT)
 
 
 def test_work_that_ends_before_the_window_gives_nothing(model):

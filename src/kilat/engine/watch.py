@@ -31,6 +31,8 @@ NO_KERNELS = (
     "the profiler saw no kernel on the device: it may lack the right to look (see NVIDIA's ERR_NVGPUCTRPERM)"
 )
 
+TOO_SHORT = "the work ended before the device could be looked at; give more of it"
+
 
 class Trace(Protocol):
     """Where device spans come from; ``CudaTrace`` is one."""
@@ -65,7 +67,7 @@ class StepWatch:
         self._plans: list[StepPlan] = []
         self._marks: list[tuple[int, int, str]] = []
         self._timed: tuple[int, int] | None = None
-        self._watched: tuple[int, DeviceUse] | str = NO_KERNELS
+        self._watched: tuple[int, DeviceUse] | str = TOO_SHORT
         engine.watch(self)
 
     @property
@@ -122,9 +124,9 @@ class StepWatch:
         self._engine.watch(Unwatched())
 
     def _look(self, spans: list[Span], n_steps: int, begin_ns: int, end_ns: int) -> None:
-        if spans and n_steps:
+        if n_steps:
             phases = self._phases(self._thread, end_ns)
-            self._watched = (n_steps, device_use(spans, phases, begin_ns, end_ns))
+            self._watched = (n_steps, device_use(spans, phases, begin_ns, end_ns)) if spans else NO_KERNELS
 
     def _phases(self, thread: int, end_ns: int) -> list[Phase]:
         """What ``thread`` did until ``end_ns``."""
