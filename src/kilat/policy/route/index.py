@@ -1,14 +1,16 @@
 """PrefixIndex: which worker holds which pages by name, kept from numbered messages that may be lost, late or doubled.
 
 A worker never holds a page without the pages before it in the chain (PagePool evicts leaves first), so the holders of a chain only get
-fewer along it, and the place where one drops out is found by halving instead of reading the whole chain.
+fewer along it. Names that came one after the other and have the same holders share one record that counts them: where the holders of
+a chain change is first looked for as far on as that count says, and else by halving. So a lookup reads little more than one name for
+each change of the holders, however long the chain is.
 
 What it says is a hint: a page may be gone when it is asked for. After a gap nothing is believed to have changed until the whole
 list comes; a worker that is ``max_behind`` messages ahead of what is known counts as holding nothing.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kilat.wire.messages import PagesChanged
@@ -26,6 +28,20 @@ class _Worker:
     asked: int | None = None
 
 
+@dataclass(slots=True, eq=False)
+class _Run:
+    """``n`` names with the same holders, one bit of ``mask`` each. ``last`` is the one that came last, empty when it has left. Most runs are
+    a part of one chain; in some there are names of several, or of parts of a chain that are not neighbours."""
+
+    mask: int
+    n: int = 0
+    last: bytes = b""
+
+
+HOPS = 16
+"""Runs with the same holders that are passed one by one before the rest of a span is halved."""
+
+
 class PrefixIndex:
     """Names of pages by worker. Not thread-safe.
 
@@ -38,7 +54,8 @@ class PrefixIndex:
         self.ask_every = ask_every
         self.remember = remember
         self._workers: dict[str, _Worker] = {}
-        self._mask: dict[bytes, int] = {}
+        self._runs: dict[bytes, _Run] = {}
+        self._nobody = _Run(0)
         self._id_of_bit: dict[int, str] = {}
         self._dropped: OrderedDict[bytes, str] = OrderedDict()
 
@@ -87,32 +104,63 @@ class PrefixIndex:
         """How many pages from the start of the chain ``names`` each worker holds; those that hold none are left out."""
         if not names:
             return {}
-        find = self._mask.get
-        first = find(names[0], 0)
-        last = find(names[-1], 0) & first
-        depth: dict[int, int] = {}
-        spans = [(0, first, len(names) - 1, last)] if first != last else []
-        while spans:
-            low, held, high, left = spans.pop()
+        find, nobody, ids = self._runs.get, self._nobody, self._id_of_bit
+        depth: dict[str, int] = {}
+        run, n = find(names[0], nobody), len(names)
+        start = low = 0
+        held = run.mask
+        known = [(n - 1, find(names[-1], nobody))]  # places further on and their runs, the nearest last
+        while held and known:
+            high, there = known[-1]
+            if there.mask & held == held:
+                low = high
+                known.pop()
+                continue
+            # the run's own count says where it ends
+            while low < (end := start + run.n) <= high:
+                if end < high:
+                    after = find(names[end], nobody)
+                    if after.mask & held == held:
+                        start, low, run = end, end, after
+                        if after.n * HOPS < high - end:
+                            break
+                        continue
+                    if after.mask == there.mask:
+                        known.pop()
+                    known.append((end, after))
+                    high, there = end, after
+                if run.last == names[end - 1]:
+                    low = end - 1
+                break
+            # what the count did not say
             while high - low > 1:
                 middle = (low + high) // 2
-                here = find(names[middle], 0) & held
-                if here == held:
+                here = find(names[middle], nobody)
+                if here.mask & held == held:
                     low = middle
-                elif here == left:
-                    high = middle
                 else:
-                    spans.append((middle, here, high, left))
-                    high, left = middle, here
-            for bit in _bits(held & ~left):
-                depth[bit] = min(depth.get(bit, high), high)
-        for bit in _bits(last):
-            depth.setdefault(bit, len(names))
-        return {self._id_of_bit[bit]: n_pages for bit, n_pages in depth.items()}
+                    if here.mask == there.mask:
+                        known.pop()
+                    known.append((middle, here))
+                    high, there = middle, here
+            gone = held & ~there.mask
+            held ^= gone
+            while gone:
+                bit = gone & -gone
+                depth[ids[bit]] = high
+                gone ^= bit
+            known.pop()
+            start = low = high
+            run = there
+        while held:
+            bit = held & -held
+            depth[ids[bit]] = n
+            held ^= bit
+        return depth
 
     def was_dropped(self, name: bytes) -> str | None:
         """The worker that last evicted this page, if nobody holds it and it is not long ago."""
-        return None if name in self._mask else self._dropped.get(name)
+        return None if name in self._runs else self._dropped.get(name)
 
     def names(self, worker_id: str) -> frozenset[bytes]:
         """All pages that a worker is believed to hold."""
@@ -149,9 +197,19 @@ class PrefixIndex:
         return False
 
     def _store(self, worker: _Worker, names: Iterable[bytes]) -> None:
-        mask, bit = self._mask, worker.bit
+        runs, bit, nobody = self._runs, worker.bit, self._nobody
+        run = nobody
         for name in names:
-            mask[name] = mask.get(name, 0) | bit
+            old = runs.get(name, nobody)
+            mask = old.mask | bit
+            if mask != run.mask:
+                run = _Run(mask)
+            old.n -= 1
+            if old.last == name:
+                old.last = b""
+            run.n += 1
+            run.last = name
+            runs[name] = run
             worker.names.add(name)
 
     def _drop(self, worker_id: str, worker: _Worker, names: Iterable[bytes]) -> None:
@@ -169,19 +227,30 @@ class PrefixIndex:
         self._store(worker, names)
 
     def _clear(self, worker: _Worker, names: Iterable[bytes]) -> None:
+        parted: dict[_Run, _Run] = {}  # names that leave a run together are a run again
         for name in names:
-            left = self._mask[name] & ~worker.bit
-            if left:
-                self._mask[name] = left
-            else:
-                del self._mask[name]
+            old = self._runs[name]
+            if old.mask == worker.bit:
+                del self._runs[name]
+                _leave(old, name)
+                continue
+            run = parted.get(old)
+            if run is None:
+                run = parted[old] = _Run(old.mask ^ worker.bit)
+            if old.last == name:
+                run.last = name
+            _leave(old, name)
+            run.n += 1
+            self._runs[name] = run
+
+    def _ids(self, mask: int) -> Iterator[str]:
+        while mask:
+            bit = mask & -mask
+            yield self._id_of_bit[bit]
+            mask ^= bit
 
 
-def _bits(mask: int) -> list[int]:
-    """The set bits of a mask, each as a number of its own."""
-    bits = []
-    while mask:
-        low = mask & -mask
-        bits.append(low)
-        mask ^= low
-    return bits
+def _leave(run: _Run, name: bytes) -> None:
+    run.n -= 1
+    if run.last == name:
+        run.last = b""
