@@ -7,7 +7,8 @@ import torch
 
 from kilat.engine.utilisation import Roofs
 
-RUNS = 8
+LEAST_RUNS = 8
+LEAST_S = 0.4
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
 """Far more than the caches hold."""
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
@@ -44,9 +45,9 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _best_s(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of some calls after the first."""
-    times = []
-    for _ in range(RUNS + 1):
+    """Seconds of the fastest of some calls after the first; many, since other work on a machine may hold up most of them."""
+    times: list[float] = []
+    while len(times) <= LEAST_RUNS or sum(times) < LEAST_S:
         if device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
