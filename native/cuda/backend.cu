@@ -116,7 +116,7 @@ Step step_of(Session *s) {
   Step step{};
   step.model = s->model->view, step.session = s->view;
   step.slots = s->model->slots, step.slot_bytes = s->model->slot_bytes, step.work_bytes = s->model->work_bytes;
-  step.rows = 1;
+  step.pace = s->model->pace;
   return step;
 }
 
@@ -153,23 +153,31 @@ int finish(Session *s, const Step &last, int32_t *next, kilat_failure *f) {
   return error == cudaSuccess ? KILAT_OK : fail_cuda(f, error, "a step on the device");
 }
 
+// Queues the layers for many tokens; step `head` is to begin at the head.
+cudaError_t queue_prompt(Session *s, const int32_t *ids, int n, int64_t first, Step &head) {
+  Prompt p = s->prompt;
+  p.model = s->model->view, p.session = s->view;
+  p.rows = n, p.first = int(first);
+  p.tag = (s->tags - 1) & 0xffffu;  // the last pass's highest: no later pass waits for it
+  PromptIds places;
+  std::copy(ids, ids + n, places.at);
+  head.first_matrix = p.model.layers * kLayerMatrices;
+  return launch_prompt(p, places, s->model->matrices.data(), s->model->prompt, s->stream);
+}
+
 int forward(Session *s, const int32_t *ids, int64_t n, int64_t first, const kilat_draw *draw, int32_t *next, kilat_failure *f) {
   Step step = step_of(s);
   cudaError_t error = cudaSetDevice(s->model->device);
-  for (int64_t done = 0; done < n && error == cudaSuccess;) {
-    step.rows = int(std::min<int64_t>(kRows, n - done));
-    step.first = int(first + done);
-    std::copy(ids + done, ids + done + step.rows, step.ids);
-    done += step.rows;
-    if (step.rows == 1 && done == n) step.draw = draw_view(draw);
-    error = queue(s, step, false);
+  if (n == 1) {
+    step.id = *ids, step.position = int(first);
+  } else {
+    for (int64_t done = 0, rows; done < n && error == cudaSuccess; done += rows) {
+      rows = std::min<int64_t>(s->prompt_rows, n - done);
+      error = queue_prompt(s, ids + done, int(rows), first + done, step);
+    }
   }
-  if (error == cudaSuccess && step.rows > 1) {  // the head, of the last token
-    step.head_row = step.rows - 1, step.rows = 1;
-    step.first_matrix = s->model->view.layers * kLayerMatrices;
-    step.draw = draw_view(draw);
-    error = queue(s, step, false);
-  }
+  step.draw = draw_view(draw);
+  if (error == cudaSuccess) error = queue(s, step, false);
   if (error != cudaSuccess) return fail_cuda(f, error, "starting a step on the device");
   return finish(s, step, next, f);
 }

@@ -9,7 +9,7 @@ nvcc=${NVCC:-nvcc}
 objects=$(dirname "$out")/objects
 mkdir -p "$objects"
 pids=
-for source in native/cuda/step.cu native/cuda/pack.cu native/cuda/model.cu native/cuda/session.cu native/cuda/backend.cu \
+for source in native/cuda/step.cu native/cuda/prompt.cu native/cuda/pack.cu native/cuda/model.cu native/cuda/session.cu native/cuda/backend.cu \
   native/tests/cuda_check.cu native/tests/fail.cpp native/runtime/rope.cpp native/runtime/formats.cpp; do
   "$nvcc" -std=c++17 -O3 -lineinfo -gencode="arch=compute_${arch#sm_},code=$arch" ${FLAGS:-} -Xcompiler -Wall,-fPIC -x cu -c "$source" \
     -o "$objects/$(basename "${source%.*}").o" &

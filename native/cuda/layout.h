@@ -22,7 +22,6 @@ constexpr int kTileRows = 16;
 constexpr int kUnitColumns = 64;
 constexpr int kScratch = 32;  // floats of shared memory: of warps for sums over a block, then the block's item of attention
 constexpr int kMostHidden = kThreads * 4 * 8;  // what the registers of a block hold of a vector
-constexpr int kRows = 8;  // tokens that one pass over the weights can serve: the columns of the product instruction
 
 // Bytes of a unit's numbers, and of the scales that lie behind the numbers of its chunk.
 //   kFp8    2 fp32 (rows 0-7, rows 8-15), then 8 bytes nobody reads: sizes of copies are multiples of 16

@@ -56,6 +56,9 @@ class Builder {
     if (error != cudaSuccess) return fail_cuda(f_, error, "memory for the weights on the device");
     Carver places(m_.arena);
     carve(places);
+    m_.prompt = fit_prompt(v_, m_.matrices.data(), m_.blocks, shared_limit_, m_.max_splits);
+    if (m_.prompt.attention_queries == 0)
+      return kilat_fail(f_, KILAT_UNSUPPORTED, "the device's %d bytes of shared memory are too few for prompts of this model", shared_limit_);
     error = fill();
     if (error == cudaSuccess) error = cudaDeviceSynchronize();
     return error == cudaSuccess ? KILAT_OK : fail_cuda(f_, error, "packing the weights on the device");
@@ -94,6 +97,7 @@ class Builder {
                         m_.blocks);
     shared_limit_ = int(properties.sharedMemPerBlockOptin);
     most_slots_ = properties.major >= 9 ? 8 : 4;
+    m_.max_splits = int(std::clamp<int64_t>(m_.blocks / groups, 1, 32));
     snprintf(m_.kernels, sizeof m_.kernels, "cuda-sm%d%d-%d", properties.major, properties.minor, m_.blocks);
     return KILAT_OK;
   }
@@ -134,14 +138,18 @@ class Builder {
     for (const Shape &s : v_.shape) units = std::max(units, s.units);
     for (int format : formats_) m_.slot_bytes = std::max(m_.slot_bytes, (1 << chunk_shift(format, v_.narrow)) * unit_bytes(format));
     const int vector = units * kUnitColumns * 2 + 2048;  // and the sums of two tiles
-    const int attention = (8 + 2 * kRows) * dim * 2 + kWarps * (dim + 2) * 4;
+    const int attention = (8 + 2) * dim * 2 + kWarps * (dim + 2) * 4;
     m_.work_bytes = (std::max({vector, attention, 16 * 1024}) + 127) / 128 * 128;
     const int table = kScratch * 4 + int(formats_.size() * sizeof(MatrixPlace)), left = shared_limit_ - m_.work_bytes - table;
     m_.slots = std::min(most_slots_, left / (kWarps * (m_.slot_bytes + 16)));
     if (m_.slots < 2)
       return kilat_fail(f_, KILAT_UNSUPPORTED, "the device's %d bytes of shared memory are too few for an inner size of %d", shared_limit_, v_.inner);
     m_.shared_bytes = m_.work_bytes + table + m_.slots * kWarps * (m_.slot_bytes + 16);
-    const cudaError_t error = prepare_kernels(m_.shared_bytes);
+    // on an H200 the rings of a model of 8 B hold 17 MB, and as much again may be on its way to the cache, a chunk of every warp in about
+    // the time in which memory brings them
+    m_.pace = {1, std::max(1, 16 * 1024 / m_.slot_bytes), unsigned(m_.slot_bytes * 3500ll / 8192)};
+    cudaError_t error = prepare_kernels(m_.shared_bytes);
+    if (error == cudaSuccess) error = prepare_prompt(shared_limit_);
     return error == cudaSuccess ? KILAT_OK : fail_cuda(f_, error, "kernels for this device");
   }
 
@@ -149,9 +157,9 @@ class Builder {
 
   void carve(Carver &c) {
     const int head = v_.layers * kLayerMatrices;
-    places_.resize(head + 1);
+    m_.matrices.resize(head + 1);
     for (int i = 0; i <= head; ++i)
-      places_[i] = {reinterpret_cast<uint64_t>(c.take<char>(matrix_bytes(v_.shape[kind(i)], formats_[i]))) | uint64_t(formats_[i])};
+      m_.matrices[i] = {reinterpret_cast<uint64_t>(c.take<char>(matrix_bytes(v_.shape[kind(i)], formats_[i]))) | uint64_t(formats_[i])};
     m_.weight_bytes = c.used();
     // a tied bf16 head is read by rows too
     v_.embedding = d_.tied && formats_[head] == kBf16 ? nullptr : c.take<__nv_bfloat16>(d_.vocab * d_.hidden);
@@ -227,7 +235,7 @@ class Builder {
       Source s;
       cudaError_t error = upload(*p.tensors[i], s);
       if (error != cudaSuccess) return error;
-      const Target t{places_[index].at(), formats_[index], v_.shape[kind(index)].units, v_.narrow != 0, p.alternate ? i : half, p.alternate ? 2 : 1};
+      const Target t{m_.matrices[index].at(), formats_[index], v_.shape[kind(index)].units, v_.narrow != 0, p.alternate ? i : half, p.alternate ? 2 : 1};
       if ((error = pack(s, t, nullptr)) != cudaSuccess) return error;
       half += int(p.tensors[i]->rows / 8);
     }
@@ -258,11 +266,11 @@ class Builder {
   }
 
   cudaError_t fill() {
-    cudaError_t error = cudaMemcpy(matrices_, places_.data(), places_.size() * sizeof(MatrixPlace), cudaMemcpyHostToDevice);
+    cudaError_t error = cudaMemcpy(matrices_, m_.matrices.data(), m_.matrices.size() * sizeof(MatrixPlace), cudaMemcpyHostToDevice);
     const auto then = [&](cudaError_t next) {
       if (error == cudaSuccess) error = next;
     };
-    for (int i = 0; i < int(places_.size()) && error == cudaSuccess; ++i) then(matrix(i));
+    for (int i = 0; i < int(m_.matrices.size()) && error == cudaSuccess; ++i) then(matrix(i));
     if (v_.embedding) then(vector(d_.embedding, const_cast<__nv_bfloat16 *>(v_.embedding)));
     then(vector(d_.norm, norms_ + 2 * v_.layers * d_.hidden));
     std::vector<int> windows;
@@ -287,7 +295,6 @@ class Builder {
   ModelView &v_;
   kilat_failure *f_;
   std::vector<int> formats_;
-  std::vector<MatrixPlace> places_;
   MatrixPlace *matrices_ = nullptr;
   __nv_bfloat16 *norms_ = nullptr, *qk_norms_ = nullptr;
   float *biases_[kLayerMatrices] = {};

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "../runtime/backend.h"
-#include "step.h"
+#include "prompt.h"
 
 struct kilat_device_model {
   int device = 0, blocks = 0;    // processors of the device, and blocks of every launch
@@ -14,6 +14,10 @@ struct kilat_device_model {
   int64_t weight_bytes = 0, embedding_bytes = 0, table_bytes = 0;
   int lockstep = 0;                // a block may have no tile of a layer's largest matrix
   int slots = 0, slot_bytes = 0, work_bytes = 0, shared_bytes = 0;
+  kilat_cuda::Pace pace{};
+  int max_splits = 0;              // spans that attention cuts a context into at most
+  kilat_cuda::PromptFit prompt{};
+  std::vector<kilat_cuda::MatrixPlace> matrices;  // [layers * 4 + 1], as view.matrices on the device
   char kernels[48] = "";
   std::vector<float> frequencies;  // of the rotation, [rotary / 2]
   float rope_factor = 1;
@@ -23,6 +27,8 @@ struct kilat_device_session {
   kilat_device_model *model = nullptr;
   cudaStream_t stream = nullptr;
   kilat_cuda::SessionView view{};
+  kilat_cuda::Prompt prompt{};           // its buffers
+  int prompt_rows = 0;                   // tokens of a pass that they hold
   char *arena = nullptr;
   unsigned long long *result = nullptr;  // pinned, the kernels write it
   long long *trace = nullptr;            // device, as SessionView's

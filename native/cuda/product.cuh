@@ -1,8 +1,7 @@
-// product.cuh: a block's tiles of one matrix times one vector, or times up to eight.
+// product.cuh: a block's tiles of one matrix times one vector.
 //
-// The tensor cores do it: a tile is the left operand, token r is column r of the right one (a single token fills all columns). A column
-// of the result does not depend on the others, so one token and eight give the same bits. The sum of an output: a warp adds the chunks
-// j, j + 8, ... of a tile in order, then the warps' sums are added in order of j.
+// The tensor cores do it: a tile is the left operand, the vector fills all columns of the right one. The sum of an output: a warp adds
+// the chunks j, j + 8, ... of a tile in order, then the warps' sums are added in order of j. prompt_product.cuh adds in the same order.
 #pragma once
 
 #include "exchange.cuh"
@@ -10,35 +9,17 @@
 
 namespace kilat_cuda {
 
-// The right operand: a bf16 vector in shared memory (one token), or words in global memory (several).
-struct Vectors {
-  uint32_t shared;
-  const uint32_t *global;
-  int stride, rows;
-};
-
-template <bool kMany>
-__device__ inline uint4 operand(const Vectors &x, int column) {
-  const int lane = threadIdx.x % 32, at = column + lane % 4 * 8;
-  if constexpr (kMany) {
-    const int row = min(lane / 4, x.rows - 1);
-    if (at >= x.stride) return make_uint4(0, 0, 0, 0);
-    const uint32_t *words = x.global + int64_t(row) * x.stride + at;
-    const uint4 a = load_words(words), b = load_words(words + 4);
-    return make_uint4(pair_of_words(a.x, a.y), pair_of_words(a.z, a.w), pair_of_words(b.x, b.y), pair_of_words(b.z, b.w));
-  } else {
-    return load_shared(x.shared + at * 2);
-  }
-}
+// The right operand's columns `column` ... `column` + 31: `x` is the address of a bf16 vector in shared memory.
+__device__ inline uint4 operand(uint32_t x, int column) { return load_shared(x + (column + threadIdx.x % 4 * 8) * 2); }
 
 // All loads of some units are started before the first product.
-template <bool kMany, int kUnits>
-__device__ inline void multiply_units_bf16(float (&sum)[4], uint32_t at, int column, const Vectors &x) {
+template <int kUnits>
+__device__ inline void multiply_units_bf16(float (&sum)[4], uint32_t at, int column, uint32_t x) {
   float other[4] = {0, 0, 0, 0};
   uint4 w[kUnits * 4], v[kUnits * 2];
   at += threadIdx.x % 32 * 16;
 #pragma unroll
-  for (int i = 0; i < kUnits * 2; ++i) v[i] = operand<kMany>(x, column + i * 32);
+  for (int i = 0; i < kUnits * 2; ++i) v[i] = operand(x, column + i * 32);
 #pragma unroll
   for (int i = 0; i < kUnits * 4; ++i) w[i] = load_shared(at + i * 512);
 #pragma unroll
@@ -50,10 +31,9 @@ __device__ inline void multiply_units_bf16(float (&sum)[4], uint32_t at, int col
   for (int i = 0; i < 4; ++i) sum[i] += other[i];
 }
 
-template <bool kMany>
-__device__ inline void multiply_bf16(float (&sum)[4], uint32_t at, int units, int column, const Vectors &x) {
-  for (; units >= 4; units -= 4, at += 4 * 2048, column += 4 * kUnitColumns) multiply_units_bf16<kMany, 4>(sum, at, column, x);
-  for (; units > 0; --units, at += 2048, column += kUnitColumns) multiply_units_bf16<kMany, 1>(sum, at, column, x);
+__device__ inline void multiply_bf16(float (&sum)[4], uint32_t at, int units, int column, uint32_t x) {
+  for (; units >= 4; units -= 4, at += 4 * 2048, column += 4 * kUnitColumns) multiply_units_bf16<4>(sum, at, column, x);
+  for (; units > 0; --units, at += 2048, column += kUnitColumns) multiply_units_bf16<1>(sum, at, column, x);
 }
 
 // Two e4m3 numbers in bytes 1 and 3 of a word (or 0 and 2 after a shift) as bf16, exactly: the bits moved to their place are the
@@ -70,21 +50,23 @@ __device__ inline void multiply_words_e4m3(float (&sum)[4], uint32_t w0, uint32_
            b1);
 }
 
-template <bool kMany>
-__device__ inline void multiply_fp8(float (&sum)[4], uint32_t at, int units, int column, const Vectors &x) {
+// A unit of a tile times 64 columns of a vector.
+__device__ inline void multiply_unit_fp8(float (&sum)[4], const uint4 &a, const uint4 &b, const uint2 &scales, const uint4 &x0, const uint4 &x1) {
+  float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+  multiply_words_e4m3(even, a.x, a.y, x0.x, x0.y);
+  multiply_words_e4m3(odd, a.z, a.w, x0.z, x0.w);
+  multiply_words_e4m3(even, b.x, b.y, x1.x, x1.y);
+  multiply_words_e4m3(odd, b.z, b.w, x1.z, x1.w);
+  for (int i = 0; i < 4; ++i) sum[i] = fmaf(even[i] + odd[i], __uint_as_float(i < 2 ? scales.x : scales.y), sum[i]);
+}
+
+__device__ inline void multiply_fp8(float (&sum)[4], uint32_t at, int units, int column, uint32_t x) {
   const uint32_t scales = at + units * number_bytes(kFp8);
   at += threadIdx.x % 32 * 16;
 #pragma unroll 2
   for (int u = 0; u < units; ++u, at += 1024, column += kUnitColumns) {
-    const uint4 x0 = operand<kMany>(x, column), x1 = operand<kMany>(x, column + 32);
-    const uint4 a = load_shared(at), b = load_shared(at + 512);
-    const uint2 s = load_shared_8(scales + u * scale_bytes(kFp8));
-    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-    multiply_words_e4m3(even, a.x, a.y, x0.x, x0.y);
-    multiply_words_e4m3(odd, a.z, a.w, x0.z, x0.w);
-    multiply_words_e4m3(even, b.x, b.y, x1.x, x1.y);
-    multiply_words_e4m3(odd, b.z, b.w, x1.z, x1.w);
-    for (int i = 0; i < 4; ++i) sum[i] += (even[i] + odd[i]) * __uint_as_float(i < 2 ? s.x : s.y);
+    const uint4 x0 = operand(x, column), x1 = operand(x, column + 32);
+    multiply_unit_fp8(sum, load_shared(at), load_shared(at + 512), load_shared_8(scales + u * scale_bytes(kFp8)), x0, x1);
   }
 }
 
@@ -104,60 +86,65 @@ __device__ inline void multiply_word_q4(float (&sum)[4], uint32_t w, uint32_t of
 
 __device__ inline float2 halves(uint32_t pair) { return __half22float2(*reinterpret_cast<const __half2 *>(&pair)); }
 
-template <bool kMany, bool kMinima>
-__device__ inline void multiply_q4(float (&sum)[4], uint32_t at, int units, int column, const Vectors &x) {
-  constexpr int kFormat = kMinima ? kQ4Min : kQ4;
+// The sums of a unit's two groups times what rows 0 ... 7 and 8 ... 15 have for each.
+__device__ inline void add_groups(float (&sum)[4], const float (&first)[4], const float (&second)[4], const uint2 &factors) {
+  const float2 d0 = halves(factors.x), d1 = halves(factors.y);
+  for (int i = 0; i < 4; ++i) sum[i] += fmaf(first[i], i < 2 ? d0.x : d0.y, second[i] * (i < 2 ? d1.x : d1.y));
+}
+
+// A unit of a tile times 64 columns of a vector; the scales and the minima of the lane's rows.
+template <bool kMinima>
+__device__ inline void multiply_unit_q4(float (&sum)[4], const uint4 &w, const uint2 &scales, const uint2 &minima, const uint4 &x0, const uint4 &x1) {
   constexpr uint32_t kOffset = kMinima ? 0xc300c300u : 0xc308c308u, kOne = 0x3f803f80u;  // -128, -136; 1
+  float first[4] = {0, 0, 0, 0}, second[4] = {0, 0, 0, 0};
+  multiply_word_q4(first, w.x, kOffset, x0.x, x0.y);
+  multiply_word_q4(second, w.z, kOffset, x1.x, x1.y);
+  multiply_word_q4(first, w.y, kOffset, x0.z, x0.w);
+  multiply_word_q4(second, w.w, kOffset, x1.z, x1.w);
+  add_groups(sum, first, second, scales);
+  if constexpr (kMinima) {  // plus the group's minimum times the sum of its inputs
+    float total0[4] = {0, 0, 0, 0}, total1[4] = {0, 0, 0, 0};
+    multiply(total0, kOne, kOne, kOne, kOne, x0.x, x0.y);
+    multiply(total1, kOne, kOne, kOne, kOne, x1.x, x1.y);
+    multiply(total0, kOne, kOne, kOne, kOne, x0.z, x0.w);
+    multiply(total1, kOne, kOne, kOne, kOne, x1.z, x1.w);
+    add_groups(sum, total0, total1, minima);
+  }
+}
+
+template <bool kMinima>
+__device__ inline void multiply_q4(float (&sum)[4], uint32_t at, int units, int column, uint32_t x) {
+  constexpr int kFormat = kMinima ? kQ4Min : kQ4;
   const int lane = threadIdx.x % 32;
   uint32_t scales = at + units * number_bytes(kFormat) + lane / 4 * (scale_bytes(kFormat) / 8);
   at += lane * 16;
 #pragma unroll 2
   for (int u = 0; u < units; ++u, at += 512, scales += scale_bytes(kFormat), column += kUnitColumns) {
-    const uint4 w = load_shared(at);
-    const uint4 x0 = operand<kMany>(x, column), x1 = operand<kMany>(x, column + 32);
-    const uint2 s = load_shared_8(scales);
-    float first[4] = {0, 0, 0, 0}, second[4] = {0, 0, 0, 0};
-    multiply_word_q4(first, w.x, kOffset, x0.x, x0.y);
-    multiply_word_q4(second, w.z, kOffset, x1.x, x1.y);
-    multiply_word_q4(first, w.y, kOffset, x0.z, x0.w);
-    multiply_word_q4(second, w.w, kOffset, x1.z, x1.w);
-    const float2 d0 = halves(s.x), d1 = halves(s.y);
-    for (int i = 0; i < 4; ++i) sum[i] += first[i] * (i < 2 ? d0.x : d0.y) + second[i] * (i < 2 ? d1.x : d1.y);
-    if constexpr (kMinima) {  // plus the group's minimum times the sum of its inputs
-      const uint2 minima = load_shared_8(scales + 8);
-      float total0[4] = {0, 0, 0, 0}, total1[4] = {0, 0, 0, 0};
-      multiply(total0, kOne, kOne, kOne, kOne, x0.x, x0.y);
-      multiply(total1, kOne, kOne, kOne, kOne, x1.x, x1.y);
-      multiply(total0, kOne, kOne, kOne, kOne, x0.z, x0.w);
-      multiply(total1, kOne, kOne, kOne, kOne, x1.z, x1.w);
-      const float2 m0 = halves(minima.x), m1 = halves(minima.y);
-      for (int i = 0; i < 4; ++i) sum[i] += total0[i] * (i < 2 ? m0.x : m0.y) + total1[i] * (i < 2 ? m1.x : m1.y);
-    }
+    const uint4 w = load_shared(at), x0 = operand(x, column), x1 = operand(x, column + 32);
+    multiply_unit_q4<kMinima>(sum, w, load_shared_8(scales), kMinima ? load_shared_8(scales + 8) : make_uint2(0, 0), x0, x1);
   }
 }
 
-template <bool kMany>
-__device__ inline void multiply_chunk(float (&sum)[4], int format, uint32_t at, int units, int column, const Vectors &x) {
+__device__ inline void multiply_chunk(float (&sum)[4], int format, uint32_t at, int units, int column, uint32_t x) {
   if (format == kBf16)
-    multiply_bf16<kMany>(sum, at, units, column, x);
+    multiply_bf16(sum, at, units, column, x);
   else if (format == kFp8)
-    multiply_fp8<kMany>(sum, at, units, column, x);
+    multiply_fp8(sum, at, units, column, x);
   else if (format == kQ4)
-    multiply_q4<kMany, false>(sum, at, units, column, x);
+    multiply_q4<false>(sum, at, units, column, x);
   else
-    multiply_q4<kMany, true>(sum, at, units, column, x);
+    multiply_q4<true>(sum, at, units, column, x);
 }
 
 // Tiles begin ... end - 1 of a matrix: calls finish(first tile, number of tiles, get) on all threads of the block for batches of tiles
-// whose sums fit in `work`; get(tile of the batch, row in it, token) is the sum of an output.
-template <bool kMany, class Finish>
+// whose sums fit in `work`; get(tile of the batch, row in it) is the sum of an output.
+template <class Finish>
 __device__ void product(const Step &step, Stream &stream, const MatrixPlace &place, const Shape &shape, int begin, int end,
-                        const Vectors &x, float *work, int work_bytes, Finish finish) {
-  constexpr int kColumns = kMany ? kRows : 1;
+                        uint32_t x, float *work, int work_bytes, Finish finish) {
   const int format = place.format(), shift = chunk_shift(format, step.model.narrow), per = 1 << shift;
   const int chunks = (shape.units + per - 1) >> shift, sums = min(chunks, kWarps);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int tile_floats = sums * kTileRows * kColumns, batch = max(1, work_bytes / (tile_floats * 4));
+  const int tile_floats = sums * kTileRows, batch = max(1, work_bytes / (tile_floats * 4));
   int tile = begin, chunk = warp;
   for (; chunk >= chunks; chunk -= chunks) ++tile;
   for (int first = begin; first < end; first += batch) {
@@ -165,26 +152,20 @@ __device__ void product(const Step &step, Stream &stream, const MatrixPlace &pla
     float sum[4] = {0, 0, 0, 0};
     while (tile < last) {
       const uint32_t at = stream.wait(step);
-      multiply_chunk<kMany>(sum, format, at, min(per, shape.units - chunk * per), chunk * per * kUnitColumns, x);
+      multiply_chunk(sum, format, at, min(per, shape.units - chunk * per), chunk * per * kUnitColumns, x);
       stream.release(step);
       if (chunk + kWarps >= chunks) {  // the warp's last chunk of this tile
-        float *to = work + (tile - first) * tile_floats + (chunk % kWarps * kTileRows + lane / 4) * kColumns;
-        if constexpr (kMany) {
-          reinterpret_cast<float2 *>(to)[lane % 4] = make_float2(sum[0], sum[1]);
-          reinterpret_cast<float2 *>(to + 8 * kColumns)[lane % 4] = make_float2(sum[2], sum[3]);
-        } else if (lane % 4 == 0) {
-          to[0] = sum[0];
-          to[8] = sum[2];
-        }
+        float *to = work + (tile - first) * tile_floats + chunk % kWarps * kTileRows + lane / 4;
+        if (lane % 4 == 0) to[0] = sum[0], to[8] = sum[2];
         for (int i = 0; i < 4; ++i) sum[i] = 0;
       }
       for (chunk += kWarps; chunk >= chunks; chunk -= chunks) ++tile;
     }
     sync_threads();
-    const auto get = [&](int local, int row, int token) {
-      const float *from = work + local * tile_floats + row * kColumns + token;
+    const auto get = [&](int local, int row) {
+      const float *from = work + local * tile_floats + row;
       float total = 0;
-      for (int j = 0; j < sums; ++j) total += from[j * kTileRows * kColumns];
+      for (int j = 0; j < sums; ++j) total += from[j * kTileRows];
       return total;
     };
     finish(first, last - first, get);

@@ -12,21 +12,26 @@ namespace {
 void carve(kilat_device_session &s, int64_t context, bool keep_layers, Carver &c) {
   const ModelView &m = s.model->view;
   SessionView &v = s.view;
-  const int64_t groups = int64_t(m.kv_heads) * ((m.q_heads / m.kv_heads + 7) / 8);
+  const int64_t groups = int64_t(m.kv_heads) * ((m.q_heads / m.kv_heads + 7) / 8), rows = std::min<int64_t>(context, kPromptRows);
   v.context = int(context);
-  v.max_splits = int(std::clamp<int64_t>(s.model->blocks / groups, 1, 32));
+  v.max_splits = s.model->max_splits;
   v.kv = c.take<__nv_bfloat16>(int64_t(m.layers) * m.kv_heads * 2 * context * m.head_dim);
   s.kv_bytes = c.used();
   v.rope = c.take<float>(context * m.rotary);
   s.table_bytes = c.used() - s.kv_bytes;
   for (auto [vector, n] : {std::pair{&v.entering, m.hidden}, {&v.between, m.hidden}, {&v.qkv, m.shape[kQkv].rows},
                            {&v.attended, m.shape[kOut].columns}, {&v.gated, m.inner}})
-    *vector = c.take<uint32_t>(int64_t(2) * kRows * n);
-  v.normed = c.take<uint32_t>(kRows * m.hidden);
+    *vector = c.take<uint32_t>(int64_t(2) * n);
   v.logits = c.take<float>(int64_t(m.shape[kHead].tiles) * kTileRows);
   v.layers = keep_layers ? c.take<__nv_bfloat16>(int64_t(m.layers + 1) * m.hidden) : nullptr;
+  const int64_t qkv = m.shape[kQkv].rows, attended = m.shape[kOut].columns;
+  s.prompt_rows = int(rows);
+  s.prompt.residual = c.take<__nv_bfloat16>(rows * m.hidden);
+  s.prompt.normed = c.take<__nv_bfloat16>(rows * m.hidden);
+  s.prompt.qkv = s.prompt.gated = c.take<__nv_bfloat16>(rows * std::max<int64_t>(qkv + attended, m.inner));
+  s.prompt.attended = s.prompt.qkv + rows * qkv;
   s.activation_bytes = c.used() - s.kv_bytes - s.table_bytes;
-  v.partial = reinterpret_cast<Partial *>(c.take<uint4>(kRows * groups * v.max_splits * 8 * m.head_dim));
+  v.partial = reinterpret_cast<Partial *>(c.take<uint4>(groups * v.max_splits * 8 * m.head_dim));
   v.tops = c.take<unsigned long long>(2 * s.model->blocks);
   v.bins = c.take<unsigned long long>(4 * 256);
   v.barrier = c.take<unsigned>(1);

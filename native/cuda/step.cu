@@ -1,9 +1,9 @@
-// step.cu: a whole forward pass as one kernel: as many blocks as the device has processors.
+// step.cu: a whole forward pass of one token as one kernel: as many blocks as the device has processors.
 //
 // A layer is five phases: norm + QKV | rotation, pages, attention | output product + residual | norm + gate, up, SiLU | down product +
-// residual. Every phase reads all of a vector that the one before wrote in parts. One token's vectors are exchanged without barriers
-// (exchange.cuh); several tokens have barriers of the grid. The stream of weights (stream.cuh) does not notice either.
-#include "attention.cuh"
+// residual. Every phase reads all of a vector that the one before wrote in parts. The vectors are exchanged without barriers
+// (exchange.cuh), and the stream of weights (stream.cuh) does not notice.
+#include "attention_item.cuh"
 #include "product.cuh"
 #include "sample.cuh"
 
@@ -11,46 +11,32 @@ namespace kilat_cuda {
 
 namespace {
 
-constexpr int kVectors = kMostHidden / (kThreads * 4);  // of 4 elements that a thread has of a normalized vector
-
-// Pairs of elements of a token's embedding.
-__device__ inline uint32_t embedded(const ModelView &m, int id, int at) {
-  if (m.embedding) return __ldg(reinterpret_cast<const uint32_t *>(m.embedding + int64_t(id) * m.hidden + at));
-  const char *head = m.matrices[m.layers * kLayerMatrices].at();
-  return __ldg(reinterpret_cast<const uint32_t *>(head + bf16_pair_at(m.shape[kHead].units, id, at)));
-}
-
-__device__ inline const __nv_bfloat16 *norm_of(const ModelView &m, int index) {
-  const int layer = index / kLayerMatrices, second = kind_of(m, index) == kGateUp;
-  return m.norms + (int64_t(layer) * 2 + second) * m.hidden;
-}
-
 __device__ inline bool is_normed(int kind) { return kind == kQkv || kind == kGateUp || kind == kHead; }
 
 // Tag of what the phase of a matrix writes, of which words take 16 bits; what attention writes has the one above that of the qkv matrix.
 __device__ inline unsigned tag_of(const Step &step, int index) { return step.first_tag + 2 * index; }
 
-// The words of a token that the phase of a matrix reads.
+// The words that the phase of a matrix reads.
 struct Words {
   const uint32_t *at;
   unsigned tag;
 };
 
-__device__ inline Words words_of(const Step &step, int index, int row) {
+__device__ inline Words words_of(const Step &step, int index) {
   const SessionView &s = step.session;
   const int kind = kind_of(step.model, index), n = step.model.shape[kind].columns;
   const uint32_t *base = kind == kOut ? s.attended : kind == kGateUp ? s.between : kind == kDown ? s.gated : s.entering;
   const unsigned tag = tag_of(step, index - 1) + (kind == kOut);
-  return {base + (int64_t(index / kLayerMatrices % 2) * kRows + row) * n, tag & 0xffffu};
+  return {base + int64_t(index / kLayerMatrices % 2) * n, tag & 0xffffu};
 }
 
-// Brings a token's vector [n], once it is there, as bf16 to shared memory; each(values of four elements) on the thread that has them.
+// Brings a vector [n], once it is there, as bf16 to shared memory; each(values of four elements) on the thread that has them.
 // `waits` false: it is there, from an earlier launch. What is not there yet is asked for again all at once: a trip takes long, not a load.
 template <class Each>
-__device__ inline void gather(const Step &step, int index, int row, bool waits, __nv_bfloat16 *to, const Each &each) {
+__device__ inline void gather(const Step &step, int index, bool waits, __nv_bfloat16 *to, const Each &each) {
   constexpr int kAtOnce = 8, kStride = kThreads * 4;
   const int n = step.model.shape[kind_of(step.model, index)].columns;
-  const Words from = words_of(step, index, row);
+  const Words from = words_of(step, index);
 #pragma unroll 1
   for (int first = thread_here() * 4; first < n; first += kAtOnce * kStride) {
     uint4 words[kAtOnce];
@@ -82,10 +68,10 @@ __device__ inline void gather(const Step &step, int index, int row, bool waits, 
 
 // The same from the embedding.
 template <class Each>
-__device__ inline void gather_embedded(const Step &step, int row, __nv_bfloat16 *to, const Each &each) {
+__device__ inline void gather_embedded(const Step &step, __nv_bfloat16 *to, const Each &each) {
 #pragma unroll 1
   for (int at = thread_here() * 4; at < step.model.hidden; at += kThreads * 4) {
-    const uint2 pairs = make_uint2(embedded(step.model, step.ids[row], at), embedded(step.model, step.ids[row], at + 2));
+    const uint2 pairs = make_uint2(embedded(step.model, step.id, at), embedded(step.model, step.id, at + 2));
     *reinterpret_cast<uint2 *>(to + at) = pairs;
     each(pairs);
   }
@@ -93,7 +79,7 @@ __device__ inline void gather_embedded(const Step &step, int row, __nv_bfloat16 
 
 // What the layer or the head that `index` begins normalizes, into shared memory: x / rms(x), rounded, times the norm's weight, rounded.
 // Threads keep to their own elements. `keep`: the vector is also written to session.layers.
-__device__ inline void normalized(const Step &step, int index, int row, bool waits, bool keep, __nv_bfloat16 *to, float *scratch) {
+__device__ inline void normalized(const Step &step, int index, bool waits, bool keep, __nv_bfloat16 *to, float *scratch) {
   const ModelView &m = step.model;
   const int n = m.hidden, thread = thread_here();
   const __nv_bfloat16 *norm = norm_of(m, index);
@@ -104,13 +90,11 @@ __device__ inline void normalized(const Step &step, int index, int row, bool wai
     weights[i] = at < n ? __ldg(reinterpret_cast<const uint2 *>(norm + at)) : make_uint2(0, 0);
   }
   float squares = 0;
-  const auto add = [&](const uint2 &p) {
-    squares += (low(p.x) * low(p.x) + high(p.x) * high(p.x)) + (low(p.y) * low(p.y) + high(p.y) * high(p.y));
-  };
+  const auto add = [&](const uint2 &p) { squares += squares_of(p); };
   if (index == 0)
-    gather_embedded(step, row, to, add);
+    gather_embedded(step, to, add);
   else
-    gather(step, index, row, waits, to, add);
+    gather(step, index, waits, to, add);
   const float scale = rsqrtf(block_sum(squares, scratch) / n + m.norm_eps);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -119,47 +103,32 @@ __device__ inline void normalized(const Step &step, int index, int row, bool wai
     uint2 *place = reinterpret_cast<uint2 *>(to + at);
     const uint2 x = *place, w = weights[i];
     if (keep) *reinterpret_cast<uint2 *>(step.session.layers + int64_t(index / kLayerMatrices) * n + at) = x;
-    *place = make_uint2(pair_of(rounded(low(x.x) * scale) * low(w.x), rounded(high(x.x) * scale) * high(w.x)),
-                        pair_of(rounded(low(x.y) * scale) * low(w.y), rounded(high(x.y) * scale) * high(w.y)));
+    *place = scaled(x, scale, w);
   }
 }
 
-// The vector of a phase of a single token as bf16 in shared memory, zeros up to whole units.
-__device__ inline void stage_one(const Step &step, int index, __nv_bfloat16 *to, float *scratch) {
+// The vector of a phase as bf16 in shared memory, zeros up to whole units.
+__device__ inline void stage(const Step &step, int index, __nv_bfloat16 *to, float *scratch) {
   const int kind = kind_of(step.model, index);
   const Shape &shape = step.model.shape[kind];
   if (is_normed(kind)) {
     const bool keep = step.session.layers && blockIdx.x == 0 && kind != kGateUp;
-    normalized(step, index, kind == kHead ? step.head_row : 0, index != step.first_matrix, keep, to, scratch);
+    normalized(step, index, index != step.first_matrix, keep, to, scratch);
   } else {
-    gather(step, index, 0, true, to, [](const uint2 &) {});
+    gather(step, index, true, to, [](const uint2 &) {});
   }
   for (int i = shape.columns + thread_here(); i < shape.units * kUnitColumns; i += kThreads) to[i] = __float2bfloat16_rn(0);
   sync_threads();
 }
 
-// Several tokens: block r normalizes token r into global memory, by way of shared memory at `work`.
-__device__ __noinline__ void stage_many(const Step &step, int index, __nv_bfloat16 *work, float *scratch) {
-  const int n = step.model.hidden;
-  for (int row = blockIdx.x; row < step.rows; row += gridDim.x) {
-    const bool keep = step.session.layers && row == step.rows - 1 && kind_of(step.model, index) == kQkv;
-    normalized(step, index, row, true, keep, work, scratch);
-    sync_threads();
-    for (int i = threadIdx.x; i < n; i += kThreads) store_word(step.session.normed + int64_t(row) * n + i, __bfloat162float(work[i]), 0);
-    sync_threads();  // before the next token takes the place
-  }
-}
-
-__device__ inline float silu(float x) { return x / (1.0f + expf(-x)); }
-
 // An element of the residual stream before the phase of the output (kOut) or down matrix adds to it.
-__device__ inline float residual_of(const Step &step, int index, int token, int at) {
+__device__ inline float residual_of(const Step &step, int index, int at) {
   const ModelView &m = step.model;
   if (index == kOut) {
-    const uint32_t pair = embedded(m, step.ids[token], at & ~1);
+    const uint32_t pair = embedded(m, step.id, at & ~1);
     return at & 1 ? high(pair) : low(pair);
   }
-  return number_of(load_word(words_of(step, index - 1, token).at + at));
+  return number_of(load_word(words_of(step, index - 1).at + at));
 }
 
 // A phase's own rows of the residual stream, which a thread reads before the product, so that nothing waits for it after.
@@ -169,38 +138,34 @@ struct Residual {
 };
 
 // What becomes of the sums of a block's tiles first ... first + n - 1.
-template <bool kMany, class Get>
+template <class Get>
 __device__ inline void finish_tiles(const Step &step, int index, int first, int n, const Residual &own, const Get &get) {
-  constexpr int kColumns = kMany ? kRows : 1;
   const ModelView &m = step.model;
   const SessionView &s = step.session;
   const int kind = kind_of(m, index), rows = m.shape[kind].rows, layer = index / kLayerMatrices;
   const unsigned tag = tag_of(step, index) & 0xffffu;
-  const float *bias = kind != kHead && m.biases[kind] ? m.biases[kind] + int64_t(layer) * m.shape[kind].tiles * kTileRows : nullptr;
-  if (kind == kGateUp) {  // rows 0-7 of a tile are gates, rows 8-15 the ups of the same outputs
-    uint32_t *gated = s.gated + int64_t(layer % 2) * kRows * m.inner;
-    for (int e = threadIdx.x; e < n * 8 * kColumns; e += kThreads) {
-      const int token = e % kColumns, row = e / kColumns % 8, local = e / kColumns / 8, at = (first + local) * kTileRows + row;
-      const float gate = rounded(get(local, row, token) + (bias ? bias[at] : 0));
-      const float up = rounded(get(local, row + 8, token) + (bias ? bias[at + 8] : 0));
-      const int out = (first + local) * 8 + row;
-      if (token < step.rows && out < m.inner) store_word(gated + int64_t(token) * m.inner + out, rounded(silu(gate)) * up, tag);
+  const float *bias = bias_of(m, index);
+  if (kind == kGateUp) {
+    uint32_t *gated = s.gated + int64_t(layer % 2) * m.inner;
+    for (int e = threadIdx.x; e < n * 8; e += kThreads) {
+      const int row = e % 8, local = e / 8, at = (first + local) * kTileRows + row, out = (first + local) * 8 + row;
+      const float value = gated_of(get(local, row), get(local, row + 8), bias, at);
+      if (out < m.inner) store_word(gated + out, value, tag);
     }
     return;
   }
-  for (int e = threadIdx.x; e < n * kTileRows * kColumns; e += kThreads) {
-    const int token = e % kColumns, row = e / kColumns % kTileRows, local = e / kColumns / kTileRows;
-    const int at = (first + local) * kTileRows + row;
-    if (token >= step.rows || at >= rows) continue;
-    const float value = rounded(get(local, row, token) + (bias ? bias[at] : 0));
+  for (int e = threadIdx.x; e < n * kTileRows; e += kThreads) {
+    const int row = e % kTileRows, local = e / kTileRows, at = (first + local) * kTileRows + row;
+    if (at >= rows) continue;
+    const float value = rounded(get(local, row) + (bias ? bias[at] : 0));
     if (kind == kQkv) {
-      store_word(s.qkv + (int64_t(layer % 2) * kRows + token) * rows + at, value, tag);
+      store_word(s.qkv + int64_t(layer % 2) * rows + at, value, tag);
     } else if (kind == kHead) {
       s.logits[at] = value;
     } else {
-      uint32_t *to = kind == kOut ? s.between + int64_t(layer % 2) * kRows * m.hidden : s.entering + int64_t((layer + 1) % 2) * kRows * m.hidden;
-      const bool read = !kMany && first == own.first_tile && e < kThreads;
-      store_word(to + int64_t(token) * m.hidden + at, (read ? own.value : residual_of(step, index, token, at)) + value, tag);
+      uint32_t *to = kind == kOut ? s.between + int64_t(layer % 2) * m.hidden : s.entering + int64_t((layer + 1) % 2) * m.hidden;
+      const bool read = first == own.first_tile && e < kThreads;
+      store_word(to + at, (read ? own.value : residual_of(step, index, at)) + value, tag);
     }
   }
 }
@@ -218,79 +183,47 @@ __device__ __noinline__ void draw_next(const Step &step, Grid grid, char *work) 
   Sampler(step, grid, share_of_block(step), work).run();
 }
 
-// The block's items of a layer of several tokens.
-__device__ inline void attend_items(const Step &step, int layer, unsigned tag, char *work) {
-#pragma unroll 1
-  for (int number = blockIdx.x; number < items_of(step); number += gridDim.x) {
-    AttentionItem t = item_of(step, number);
-    set_span(step, layer, t);
-    if (t.exists()) attend_item(step, layer, t, tag, work, step.work_bytes);
-  }
-}
-
 // The part of a pass that the computing warps do.
-template <bool kMany>
 __device__ inline void compute(const Step &step, const Rings &rings, const MatrixPlace *matrices, char *work, float *scratch) {
   const ModelView &m = step.model;
-  const int head = m.layers * kLayerMatrices, last = kMany ? head - 1 : head;
-  Stream stream(step, rings, Cursor(step, matrices, threadIdx.x / 32, step.first_matrix, last));
+  const int head = m.layers * kLayerMatrices;
+  Stream stream(step, rings, Cursor(step, matrices, threadIdx.x / 32, step.first_matrix, head));
   Grid grid(step);
   grid.mark();
   Turn turn;
-  // of one token there are no more items than blocks. It lies in shared memory: registers are what the products need
+  // there are no more items than blocks. It lies in shared memory: registers are what the products need
   static_assert(kWarps * sizeof(float) + sizeof(AttentionItem) <= kScratch * sizeof(float), "the item lies behind the sums of warps");
   AttentionItem &item = *reinterpret_cast<AttentionItem *>(scratch + kWarps);
   if (threadIdx.x == 0) item = item_of(step, blockIdx.x);
   sync_threads();
 #pragma unroll 1
-  for (int index = step.first_matrix; index <= last; turn.next(m.shape[kind_of(m, index++)])) {
-    const int kind = kind_of(m, index), columns = m.shape[kind].columns;
+  for (int index = step.first_matrix; index <= head; turn.next(m.shape[kind_of(m, index++)])) {
+    const int kind = kind_of(m, index);
     int begin, end;
     tiles_of_rank(m.shape[kind], turn.rank(kind), begin, end);
-    if (!kMany && kind == kQkv) {  // all threads write the same span. What attention needs of the past comes nearer now
+    if (kind == kQkv) {  // all threads write the same span. What attention needs of the past comes nearer now
       set_span(step, index / kLayerMatrices, item);
       if (item.exists()) look_ahead(step, index / kLayerMatrices, item);
     }
     Residual own{begin, 0};
-    if (!kMany && !is_normed(kind) && begin * kTileRows + int(threadIdx.x) < min(end * kTileRows, m.hidden))
-      own.value = residual_of(step, index, 0, begin * kTileRows + threadIdx.x);
-    if (index != step.first_matrix && (kMany || (step.lockstep && kind == kQkv))) grid.sync();
-    Vectors x{shared_address(work), nullptr, columns, step.rows};
-    float *sums = reinterpret_cast<float *>(work);
-    int sum_bytes = step.work_bytes;
-    if constexpr (kMany) {
-      if (is_normed(kind)) {
-        stage_many(step, index, reinterpret_cast<__nv_bfloat16 *>(work), scratch);
-        grid.sync();
-      }
-      x.global = is_normed(kind) ? step.session.normed : words_of(step, index, 0).at;
-    } else {
-      stage_one(step, index, reinterpret_cast<__nv_bfloat16 *>(work), scratch);
-      const int used = m.shape[kind].units * kUnitColumns * 2;
-      sums += used / 4, sum_bytes -= used;
-    }
+    if (!is_normed(kind) && begin * kTileRows + int(threadIdx.x) < min(end * kTileRows, m.hidden))
+      own.value = residual_of(step, index, begin * kTileRows + threadIdx.x);
+    if (index != step.first_matrix && step.lockstep && kind == kQkv) grid.sync();
+    stage(step, index, reinterpret_cast<__nv_bfloat16 *>(work), scratch);
+    const int used = m.shape[kind].units * kUnitColumns * 2;
     grid.mark();
-    product<kMany>(step, stream, matrices[index], m.shape[kind], begin, end, x, sums, sum_bytes,
-                   [&](int first, int n, const auto &get) { finish_tiles<kMany>(step, index, first, n, own, get); });
+    product(step, stream, matrices[index], m.shape[kind], begin, end, shared_address(work), reinterpret_cast<float *>(work + used),
+            step.work_bytes - used, [&](int first, int n, const auto &get) { finish_tiles(step, index, first, n, own, get); });
     grid.mark();
     if (kind == kQkv) {
-      const int layer = index / kLayerMatrices;
-      if constexpr (kMany) {
-        grid.sync();
-        attend_items(step, layer, tag_of(step, index), work);
-      } else if (item.exists()) {
-        attend_item(step, layer, item, tag_of(step, index), work, step.work_bytes);
-      }
+      if (item.exists()) attend_item(step, index / kLayerMatrices, item, tag_of(step, index), work, step.work_bytes);
       grid.mark();
     }
   }
-  if constexpr (!kMany) {
-    if (step.draw.wanted) draw_next(step, grid, work);
-    grid.mark();
-  }
+  if (step.draw.wanted) draw_next(step, grid, work);
+  grid.mark();
 }
 
-template <bool kMany>
 __global__ void __launch_bounds__(kBlockThreads, 1) pass_kernel(const __grid_constant__ Step step) {
   char *shared = shared_memory();
   const int head = step.model.layers * kLayerMatrices, n_slots = kWarps * step.slots;
@@ -304,12 +237,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1) pass_kernel(const __grid_con
 #endif
   __syncthreads();
   if (threadIdx.x < kThreads) {
-    compute<kMany>(step, rings, matrices, work, scratch);
+    compute(step, rings, matrices, work, scratch);
     return;
   }
 #if KILAT_BULK
   const int warp = threadIdx.x % 32;
-  if (warp < kWarps) fill_rings(step, rings, Cursor(step, matrices, warp, step.first_matrix, kMany ? head - 1 : head));
+  if (warp < kWarps) fill_rings(step, rings, Cursor(step, matrices, warp, step.first_matrix, head));
 #endif
 }
 
@@ -328,7 +261,7 @@ cudaError_t launch(Kernel kernel, const Step &step, int blocks, int threads, int
 }  // namespace
 
 cudaError_t launch_pass(const Step &step, int blocks, int shared_bytes, cudaStream_t stream) {
-  return launch(step.rows > 1 ? pass_kernel<true> : pass_kernel<false>, step, blocks, kBlockThreads, shared_bytes, stream);
+  return launch(pass_kernel, step, blocks, kBlockThreads, shared_bytes, stream);
 }
 
 cudaError_t launch_sample(const Step &step, int blocks, int shared_bytes, cudaStream_t stream) {
@@ -337,7 +270,6 @@ cudaError_t launch_sample(const Step &step, int blocks, int shared_bytes, cudaSt
 
 int barriers_of_pass(const Step &step) {
   const int layers = step.first_matrix == 0 ? step.model.layers : 0;
-  if (step.rows > 1) return layers * 7 - 1;
   return (step.lockstep && layers ? layers - 1 : 0) + (step.draw.wanted ? barriers_of(step.draw, step.model.vocab) : 0);
 }
 
@@ -346,7 +278,7 @@ int tags_of_pass(const Step &step) { return 2 * (step.model.layers * kLayerMatri
 int barriers_of_sample(const Step &step) { return barriers_of(step.draw, step.model.vocab); }
 
 cudaError_t prepare_kernels(int shared_bytes) {
-  for (Kernel kernel : {pass_kernel<true>, pass_kernel<false>, sample_kernel}) {
+  for (Kernel kernel : {pass_kernel, sample_kernel}) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
   }

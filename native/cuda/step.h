@@ -34,16 +34,15 @@ struct SessionView {
   int context, max_splits;
   __nv_bfloat16 *kv;         // [layers, kv_heads, 2, context, head_dim]
   const float *rope;         // [context, rotary]: cosines, then sines
-  // Vectors of words (exchange.cuh), [2, kRows, n]: layers write the first and the second half in turn.
+  // Vectors of words (exchange.cuh), [2, n]: layers write the first and the second half in turn.
   uint32_t *entering;        // [.., hidden]: what enters a layer; after the last one what enters the head
   uint32_t *between;         // [.., hidden]: after attention
   uint32_t *qkv;             // [.., (q_heads + 2 kv_heads) * head_dim]
   uint32_t *attended;        // [.., q_heads * head_dim]
   uint32_t *gated;           // [.., inner]
-  uint32_t *normed;          // [kRows, hidden], of passes with several tokens
   float *logits;             // [tiles of the head * 16]
   __nv_bfloat16 *layers;     // [layers + 1, hidden] or null: what entered each layer
-  struct Partial *partial;   // [kRows, head groups, max_splits, 8, head_dim]: what attention to a span gives
+  struct Partial *partial;   // [head groups, max_splits, 8, head_dim]: what attention to a span gives
   unsigned long long *tops;  // [2, blocks]: maxima of blocks, then sums of blocks
   unsigned long long *bins;  // [4, 256] of the sampler
   unsigned *barrier;         // counts arrivals of blocks, and wraps
@@ -59,24 +58,31 @@ struct DrawView {
   int wanted;                    // 0: no id is drawn
 };
 
+// How the stream of weights (stream.cuh) is paced.
+struct Pace {
+  int in_flight;    // chunks of a ring that are on their way at a time
+  int ahead;        // chunks of a warp beyond its full ring, on their way to the device's cache
+  unsigned clocks;  // between those
+};
+
+// A pass of one token.
 struct Step {
   ModelView model;
   SessionView session;
   DrawView draw;
-  int ids[kRows];
-  int rows, first;        // tokens of this pass and the position of the first
-  int first_matrix;       // 0, or layers * 4: only the head, of row `head_row` of `residual`
-  int head_row;
+  int id, position;       // the token
+  int first_matrix;       // 0, or layers * 4: only the head, of what lies in `entering`
   unsigned barriers;      // arrivals at `barrier` before this launch, over blocks
   unsigned first_tag;     // of this launch
   int lockstep;           // a barrier of the grid per layer
   unsigned number;        // of this launch
   int slots, slot_bytes;  // of a warp's ring
   int work_bytes;         // shared memory between the rings and the barriers
+  Pace pace;
 };
 
-// Queues a pass of `step` on a stream of the current device: on `blocks` blocks with `shared_bytes` of shared memory. step.rows > 1: only
-// the layers. step.barriers is set by the caller; barriers_of_pass says by how much the counter grows.
+// Queues a pass of `step` on a stream of the current device: on `blocks` blocks with `shared_bytes` of shared memory. step.barriers is
+// set by the caller; barriers_of_pass says by how much the counter grows.
 cudaError_t launch_pass(const Step &step, int blocks, int shared_bytes, cudaStream_t stream);
 // The same, only sampling from the logits that are there.
 cudaError_t launch_sample(const Step &step, int blocks, int shared_bytes, cudaStream_t stream);

@@ -2,19 +2,14 @@
 //
 // Every computing warp has a ring of slots. The chunks of a block's tiles, counted through, go to the warps in turn. One more warp brings
 // them: its lane w fills the ring of warp w. Weights do not depend on anything that a pass computes, so the stream runs ahead over the
-// end of a matrix and over every wait as far as the rings reach, and beyond them into the device's cache. Of each ring only kInFlight
-// chunks are on their way at a time: enough for the full bandwidth, while all of them together would make everything else that crosses
+// end of a matrix and over every wait as far as the rings reach, and beyond them into the device's cache. Of each ring only a few chunks
+// (Pace) are on their way at a time: enough for the full bandwidth, while all of them together would make everything else that crosses
 // the device late. What goes to the cache is paced for the same reason.
 #pragma once
 
-#include "ptx.cuh"
-#include "step.h"
+#include "elements.cuh"
 
 namespace kilat_cuda {
-
-constexpr int kInFlight = 1;
-constexpr int kAhead = 2;               // chunks of a warp beyond its full ring: on an H200 some 17 of the cache's 60 MB
-constexpr unsigned kPaceClocks = 3500;  // between them: about the time in which memory brings one for every warp
 
 // The tiles of a matrix that the block of this rank works on.
 __device__ inline void tiles_of_rank(const Shape &s, int rank, int &begin, int &end) {
@@ -35,10 +30,6 @@ class Turn {
  private:
   int rank_ = blockIdx.x;
 };
-
-__device__ inline int kind_of(const ModelView &m, int index) {
-  return index == m.layers * kLayerMatrices ? kHead : index % kLayerMatrices;
-}
 
 // A place in a warp's sequence of chunks.
 class Cursor {
@@ -128,19 +119,19 @@ __device__ inline void fill_rings(const Step &step, const Rings &rings, Cursor c
   while (!cursor.at_end()) {
     if (in_flight > 0 && barrier_test(rings.full(step, warp, landed.index), landed.parity)) landed.next(step.slots), --in_flight;
     // a slot is free for its round when the one before was read; for the first round it always is
-    if (in_flight < kInFlight && barrier_test(rings.free(step, warp, to.index), to.parity ^ 1)) {
+    if (in_flight < step.pace.in_flight && barrier_test(rings.free(step, warp, to.index), to.parity ^ 1)) {
       copy_bulk(rings.slot(step, warp, to.index), cursor.source(), cursor.bytes(), rings.full(step, warp, to.index), policy);
       to.next(step.slots), ++in_flight;
       cursor.advance(step.model);
-      busy_until = unsigned(clock()) + kPaceClocks;
+      busy_until = unsigned(clock()) + step.pace.clocks;
       if (n_ahead > 0)
         --n_ahead;
       else
         ahead = cursor;
-    } else if (in_flight == 0 && n_ahead < kAhead && !ahead.at_end() && int(unsigned(clock()) - busy_until) >= 0) {
+    } else if (in_flight == 0 && n_ahead < step.pace.ahead && !ahead.at_end() && int(unsigned(clock()) - busy_until) >= 0) {
       prefetch_bulk(ahead.source(), ahead.bytes());
       ahead.advance(step.model), ++n_ahead;
-      busy_until = unsigned(clock()) + kPaceClocks;
+      busy_until = unsigned(clock()) + step.pace.clocks;
     }
   }
 }

@@ -50,8 +50,9 @@ void meet(int id, int n); // waits for n threads of the block
 uint64_t *lane_words();   // [32, 8]: where lanes of the warp leave values for each other
 char *shared();           // of the block
 
-// Runs `body` on every thread of a launch, all of them at once, or one after the other.
+// Runs `body` on every thread of a launch: all of them at once, block after block, or thread after thread.
 void run_together(dim3 blocks, dim3 threads, size_t shared_bytes, void (*body)(void *), void *argument);
+void run_blocks(dim3 blocks, dim3 threads, size_t shared_bytes, void (*body)(void *), void *argument);
 void run_apart(dim3 blocks, dim3 threads, void (*body)(void *), void *argument);
 
 template <class... A, size_t... I>
@@ -170,10 +171,14 @@ inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline const char *cudaGetErrorString(cudaError_t) { return "emulated"; }
 template <class T>
 cudaError_t cudaFuncSetAttribute(T *, int, int) { return cudaSuccess; }
+// Threads of kernels without shared memory have nothing to say to each other.
 template <class... A>
-cudaError_t cudaLaunchKernel(void (*kernel)(A...), dim3 blocks, dim3 threads, void **arguments, size_t, cudaStream_t) {
+cudaError_t cudaLaunchKernel(void (*kernel)(A...), dim3 blocks, dim3 threads, void **arguments, size_t shared_bytes, cudaStream_t) {
   kilat_emulated::Bound<A...> bound{kernel, arguments};
-  kilat_emulated::run_apart(blocks, threads, bound.run, &bound);
+  if (shared_bytes)
+    kilat_emulated::run_blocks(blocks, threads, shared_bytes, bound.run, &bound);
+  else
+    kilat_emulated::run_apart(blocks, threads, bound.run, &bound);
   return cudaSuccess;
 }
 template <class... A>

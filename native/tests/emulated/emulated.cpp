@@ -122,17 +122,20 @@ void meet(int id, int n) {
 uint64_t *lane_words() { return launch->current->warp->words; }
 char *shared() { return launch->current->block->memory.data(); }
 
-void run_together(dim3 blocks, dim3 threads, size_t shared_bytes, void (*body)(void *), void *argument) {
+namespace {
+
+// Blocks first ... first + n - 1 of `blocks`.
+void run_some(unsigned first, unsigned n, dim3 blocks, dim3 threads, size_t shared_bytes, void (*body)(void *), void *argument) {
   if (threads.x % 32) trap("a block of whole warps is wanted");
   Launch l;
   launch = &l;
   l.body = body, l.argument = argument;
-  const size_t n = size_t(blocks.x) * threads.x;
-  l.fibres.resize(n), l.blocks.resize(blocks.x), l.warps.resize(n / 32);
-  char *stack = stacks(n);
-  for (size_t i = 0; i < n; ++i) {
+  const size_t fibres = size_t(n) * threads.x;
+  l.fibres.resize(fibres), l.blocks.resize(n), l.warps.resize(fibres / 32);
+  char *stack = stacks(fibres);
+  for (size_t i = 0; i < fibres; ++i) {
     Fibre &f = l.fibres[i];
-    f.place.thread.x = unsigned(i % threads.x), f.place.block.x = unsigned(i / threads.x), f.place.blocks = blocks;
+    f.place.thread.x = unsigned(i % threads.x), f.place.block.x = first + unsigned(i / threads.x), f.place.blocks = blocks;
     f.block = &l.blocks[i / threads.x], f.warp = &l.warps[i / 32];
     if (i % threads.x == 0) f.block->memory.assign(shared_bytes, char(0xcc)), f.block->threads = int(threads.x);
     getcontext(&f.start);
@@ -142,6 +145,16 @@ void run_together(dim3 blocks, dim3 threads, size_t shared_bytes, void (*body)(v
   }
   if (_setjmp(l.end) == 0) go_on();
   launch = nullptr, here = nullptr;
+}
+
+}  // namespace
+
+void run_together(dim3 blocks, dim3 threads, size_t shared_bytes, void (*body)(void *), void *argument) {
+  run_some(0, blocks.x, blocks, threads, shared_bytes, body, argument);
+}
+
+void run_blocks(dim3 blocks, dim3 threads, size_t shared_bytes, void (*body)(void *), void *argument) {
+  for (unsigned i = 0; i < blocks.x; ++i) run_some(i, 1, blocks, threads, shared_bytes, body, argument);
 }
 
 void run_apart(dim3 blocks, dim3 threads, void (*body)(void *), void *argument) {

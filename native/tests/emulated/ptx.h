@@ -40,6 +40,16 @@ inline void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier
   memcpy(shared_at<char>(to), from, size_t(bytes));
   barrier_arrive(barrier);
 }
+inline void copy_16(uint32_t to, const void *from, bool on = true) {
+  if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16) kilat_emulated::trap("a copy of 16 bytes is not aligned");
+  if (on)
+    memcpy(shared_at<char>(to), from, 16);
+  else
+    memset(shared_at<char>(to), 0, 16);
+}
+inline void copy_commit() {}
+template <int kPending>
+void copy_wait() {}
 inline void prefetch_bulk(const void *, int) {}
 inline uint64_t policy_read_once() { return 0; }
 inline void prefetch_line(const void *) {}
