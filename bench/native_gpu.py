@@ -76,6 +76,7 @@ def time_steps(session: Session, n: int) -> list[float]:
         session.session,
         c.c_int32(first),
         c.c_int64(PROMPT),
+        c.c_int64(1),
         c.c_int64(total),
         c.byref(greedy()),
         times,

@@ -1,6 +1,7 @@
 // cuda_check.cu: what the tests and measurements of the CUDA backend call beside its table of functions.
 #include <time.h>
 
+#include "../cuda/model.h"
 #include "../cuda/pack.h"
 #include "../cuda/trace.h"
 #include "../runtime/formats.h"
@@ -30,17 +31,20 @@ __global__ void read_kernel(const uint4 *from, int64_t n, unsigned *out) {
 
 }  // namespace
 
-// n steps from position `first` with the drawn id fed back; times[i] is when step i's id was there, in seconds.
-extern "C" int kilat_time_steps(kilat_device_session *s, int32_t id, int64_t first, int64_t n, const kilat_draw *draw, double *times,
-                                kilat_failure *f) {
+// n steps at positions first, first + stride, ... with the drawn id fed back; times[i] is when step i's id was there, in seconds.
+extern "C" int kilat_time_steps(kilat_device_session *s, int32_t id, int64_t first, int64_t stride, int64_t n, const kilat_draw *draw,
+                                double *times, kilat_failure *f) {
   const kilat_backend *b = kilat_cuda_backend();
   for (int64_t i = 0; i < n; ++i) {
-    const int status = b->forward(s, &id, 1, first + i, draw, &id, f);
+    const int status = b->forward(s, &id, 1, first + i * stride, draw, &id, f);
     if (status != KILAT_OK) return status;
     times[i] = now_s();
   }
   return KILAT_OK;
 }
+
+// How the model's stream of weights is paced from the next step on.
+extern "C" void kilat_cuda_pace(kilat_device_model *m, int in_flight, int ahead, unsigned clocks) { m->pace = {in_flight, ahead, clocks}; }
 
 // Bytes per second that a plain kernel reads from `bytes` of device memory; 0 if that failed.
 extern "C" double kilat_read_bandwidth(int64_t bytes) {

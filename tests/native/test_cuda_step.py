@@ -130,15 +130,52 @@ def test_layers_of_a_large_model_are_those_of_torch(device, opened):
 @pytest.mark.parametrize("name", ["llama", "window-partial-rotation", "q4_1"])
 def test_bits_do_not_depend_on_how_a_prompt_is_cut(device, opened, name):
     model = device.model(name)
-    ids = tokens(100 if device.name == "cuda" else 35, model.config.vocab)
+    # on a device two passes of many tokens, and several blocks of them
+    ids, cuts = (
+        (tokens(600, model.config.vocab), (1, 70, 600))
+        if device.name == "cuda"
+        else (tokens(35, 203), (1, 7, 35))
+    )
     seen = []
-    for cut in (1, 7, 100):
-        session = opened(model)
+    for cut in cuts:
+        session = opened(model, context=600)
         for first in range(0, len(ids), cut):
             session.forward(ids[first : first + cut], first)
         seen.append((session.logits(), session.state(len(ids)), session.layers()))
     for other in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other))
+
+
+# the spans that attention cuts a context into grow at the third of the five tokens
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-untied", "large-heads", "twelve-heads-of-one", "window-partial-rotation"]
+)
+def test_a_prompt_after_a_long_context_gives_the_bits_of_single_tokens(device, opened, name):
+    model = device.model(name)
+    n = 1022 if device.name == "cuda" else 126
+    ids = tokens(n + 5, model.config.vocab)
+    model.reference(ids)
+    together, apart = opened(model, context=n + 5), opened(model, context=n + 5)
+    together.restore(n, model.state(n)), apart.restore(n, model.state(n))
+    together.forward(ids[n:], n)
+    for i in range(n, n + 5):
+        apart.forward(ids[i : i + 1], i)
+    assert torch.equal(together.logits(), apart.logits())
+    assert torch.equal(together.state(n + 5), apart.state(n + 5))
+
+
+# of which a block takes 256 rows of weights, not 128, on the device and on the emulated one
+@pytest.mark.parametrize("kind", table.PACKERS)
+def test_large_products_of_a_prompt_give_the_bits_of_single_tokens(device, opened, kind):
+    sizes = (1024, 16384) if device.name == "cuda" else (128, 384)
+    model = RandomModel(Config(1, *sizes, 2, 1, 64, 203, format=kind), device.name)
+    together, apart = opened(model), opened(model)
+    ids = tokens(80 if device.name == "cuda" else 3, 203)
+    together.forward(ids, 0)
+    for i, token in enumerate(ids):
+        apart.forward([token], i)
+    assert torch.equal(together.layers(), apart.layers())
+    assert torch.equal(together.state(len(ids)), apart.state(len(ids)))
 
 
 def test_a_step_gives_the_same_bits_again(device, opened):
