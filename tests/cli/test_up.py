@@ -22,7 +22,7 @@ FULL = """
 model: smollm2
 name: chat
 served_model_name: small
-workers: {both: 1, prefill: 2, decode: 3}
+workers: {both: 1, prefill: 2, decode: 3, most: 9}
 resources: {cpus: 4, gpus: 1}
 slo: {ttft_ms: 500, tpot_ms: 50}
 ray: {address: "10.0.0.1:6379", control_host: 10.0.0.1}
@@ -55,6 +55,7 @@ def test_file_stands_for_a_serve_command(tmp_path: Path) -> None:
         4,
         1,
     )
+    assert args.max_workers == 9
     assert (args.ttft_slo, args.tpot_slo, args.host, args.port) == (500, 50, "0.0.0.0", 80)
     assert args.api_key_file == tmp_path / "keys"
     assert (args.max_model_len, args.prefix_cache, args.quant) == (4096, False, "fp8")

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from kilat.base import metrics
 from kilat.policy.cache.changes import PageChanges
 from kilat.policy.sched.config import SchedulerConfig
 from kilat.policy.sched.moves import Arrived, Departed
@@ -25,6 +26,8 @@ from kilat.wire.session import SessionRecord
 from tests.policy.sched.fakes import EOS, VOCAB, FakeRunner
 
 MODEL = "fake"
+TOKEN_S = 0.001
+"""What a token is said to take beside ``step_s``, whatever the machine does meanwhile."""
 
 
 class Memory:
@@ -79,6 +82,7 @@ class SchedEngine:
         self.runner = _Runner(self.pages)
         self.step_count = 0
         self.step_s = step_s
+        self._seconds = 0.0
         self.token_s = token_s
         self.gate = threading.Event()
         self.gate.set()
@@ -111,6 +115,7 @@ class SchedEngine:
         self.step_count += 1
         events = self.scheduler.commit(plan, self.runner.run(plan), time.monotonic())
         self.scheduler.check()
+        self._seconds += self.step_s + TOKEN_S * plan.n_tokens
         return events
 
     def submit(
@@ -170,7 +175,7 @@ class SchedEngine:
         return self.token_s
 
     def counters(self) -> dict[str, float]:
-        return self.scheduler.counters()
+        return {**self.scheduler.counters(), metrics.STEP_SECONDS: self._seconds}
 
     def gauges(self) -> dict[str, float]:
         return self.scheduler.gauges()

@@ -183,6 +183,26 @@ def test_workers_take_the_devices_in_turn_and_see_the_others_behind_their_own() 
     assert [p.devices for p in places(config(workers=2), [0, 1])] == [(), ()]
 
 
+TARGETS = {"ttft_slo_s": 1.0, "tpot_slo_s": 0.1}
+
+
+def test_places_are_divided_for_all_workers_that_there_may_be() -> None:
+    found = places(config(workers=1, prefill=1, decode=1, max_workers=5, **TARGETS), list(range(10)), ["0"])
+    assert [p.name for p in found] == ["worker-0", "prefill-0", "decode-0", "worker-1", "worker-2"]
+    assert [p.cores for p in found] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]
+    assert (found[4].prefill_weight, found[4].decode_weight) == (1.0, 1.0)
+
+
+def test_number_of_workers_follows_targets_only_within_its_bounds() -> None:
+    scale = config(workers=2, max_workers=4, shrink_after_s=9.0, **TARGETS).scale
+    assert scale is not None and (scale.least_workers, scale.most_workers, scale.fewer_after) == (2, 4, 9)
+    check(config(workers=2, max_workers=2, **TARGETS))
+    with pytest.raises(ConfigError, match="max_workers is 1, allowed 2"):
+        check(config(workers=2, max_workers=1, **TARGETS))
+    with pytest.raises(ConfigError, match="without targets"):
+        check(config(workers=2, max_workers=4))
+
+
 @pytest.mark.parametrize("counts", [(0, 0, 0), (0, 1, 0), (0, 0, 2), (-1, 1, 1), (257, 0, 0)])
 def test_deployment_without_workers_for_all_work_is_refused(counts: tuple[int, int, int]) -> None:
     workers, prefill, decode = counts

@@ -11,11 +11,13 @@ MAX_FILE_BYTES = 256 * 1024
 
 
 class Workers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many workers: ``both`` do prompts and answers, the others mainly one of them."""
+    """How many workers: ``both`` do prompts and answers, the others mainly one of them. ``most``: up to so many in all while the traffic
+    needs them; 0: no more than these."""
 
     both: int = 0
     prefill: int = 0
     decode: int = 0
+    most: int = 0
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,7 +90,7 @@ def serve_argv(d: Deployment, folder: Path) -> list[str]:
     """Arguments of ``kilat serve``. Paths are relative to ``folder``. The parser of that command checks what they hold."""
     argv = ["--port", str(d.listen.port)]
     argv += ["--workers", str(d.workers.both), "--prefill", str(d.workers.prefill)]
-    argv += ["--decode", str(d.workers.decode)]
+    argv += ["--decode", str(d.workers.decode), "--max-workers", str(d.workers.most)]
     given: list[tuple[str, object]] = [
         ("--served-model-name", d.served_model_name),
         ("--host", d.listen.host),

@@ -204,6 +204,13 @@ def _serve(parser: Parser) -> None:
             metavar="MS",
             help=f"{text}, in milliseconds; with both, workers' shares of prefill and decode follow the traffic",
         )
+    add(
+        "--max-workers",
+        type=integer(0, 256),
+        default=0,
+        metavar="N",
+        help="with both targets: add workers while the traffic needs them, up to N in all, and end those that it no longer needs",
+    )
     _caches(parser)
     add("--served-model-name", metavar="NAME", help="name that clients use (default: MODEL's)")
     add(

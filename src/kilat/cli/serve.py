@@ -28,7 +28,7 @@ def _config(args: argparse.Namespace, files: ModelFiles) -> ServeConfig:
     workers = args.workers
     if workers is None:
         workers = 0 if args.prefill or args.decode else 1
-    n_workers = workers + args.prefill + args.decode
+    n_workers = max(workers + args.prefill + args.decode, args.max_workers)
     # Workers take the CUDA devices in turn; without any they share the host's memory. With Ray each has devices of its own.
     n_devices = 1 if args.device == "cpu" else max(len(cuda_devices()), 1)
     if args.worker_gpus:
@@ -57,6 +57,7 @@ def _config(args: argparse.Namespace, files: ModelFiles) -> ServeConfig:
         workers=workers,
         prefill=args.prefill,
         decode=args.decode,
+        max_workers=args.max_workers,
         ttft_slo_s=args.ttft_slo / 1e3 if args.ttft_slo is not None else None,
         tpot_slo_s=args.tpot_slo / 1e3 if args.tpot_slo is not None else None,
         host_cache_gb=args.host_cache_gb,

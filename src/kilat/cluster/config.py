@@ -38,6 +38,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     workers              workers that compute prompts and go on with them; each has an equal part of the cores
     prefill, decode      workers that mainly compute prompts, and that mainly go on with them
     ttft_slo_s, tpot_slo_s  targets, both or none: workers' shares of the two kinds of work follow the traffic to keep them
+    max_workers          with targets: so many workers there may be while the traffic needs more than the ones above, which are the least;
+                         each of those that are added does both kinds of work. 0: their number stays
+    grow_after_s, shrink_after_s  how long more, or fewer, must be needed before workers are started, or one is ended
     transports           how workers read each other's pages, best first; those that do not fit where the pages lie are left out
     host_cache_gb        memory of the host (10^9 bytes) for pages that left the pools of CUDA devices; the workers share it evenly
     disk_cache_gb        the same on a disk, for any device, below ``disk_cache_dir``; it survives restarts
@@ -67,6 +70,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decode: int = 0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    max_workers: int = 0
+    grow_after_s: float = 5.0
+    shrink_after_s: float = 60.0
     transports: tuple[str, ...] = ("shm", "cuda_ipc", "tcp")
     host_cache_gb: float = 0.0
     disk_cache_gb: float = 0.0
@@ -91,11 +97,26 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stop_at_stdin_end: bool = False
 
     @property
+    def n_workers(self) -> int:
+        """Workers that there are at the beginning, and at least."""
+        return self.workers + self.prefill + self.decode
+
+    @property
     def scale(self) -> ScaleConfig | None:
-        """How shares follow the targets; None without targets. Raises ConfigError."""
+        """How shares and the number of workers follow the targets; None without targets. Raises ConfigError."""
         if self.ttft_slo_s is None or self.tpot_slo_s is None:
             return None
-        return ScaleConfig(self.ttft_slo_s, self.tpot_slo_s)
+        if not self.max_workers:
+            return ScaleConfig(self.ttft_slo_s, self.tpot_slo_s)
+        return ScaleConfig(
+            self.ttft_slo_s,
+            self.tpot_slo_s,
+            least_workers=self.n_workers,
+            most_workers=self.max_workers,
+            fewer_after=max(round(self.shrink_after_s), 1),  # windows, which last a second
+            grow_after_s=self.grow_after_s,
+            shrink_after_s=self.shrink_after_s,
+        )
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -110,11 +131,14 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def places(config: ServeConfig, cores: Sequence[int], devices: Sequence[str] = ()) -> list[Place]:
-    """The workers of a deployment on these cores and devices. A lone one has them all; several share the cores as evenly as it goes, each
-    in a row, and two have the same core only when there are fewer cores than workers. They take the devices in turn."""
+    """The workers of a deployment on these cores and devices: those of the beginning, then those that may be added. A lone one has them all;
+    several share the cores as evenly as it goes, each in a row, and two have the same core only when there are fewer cores than workers.
+    They take the devices in turn."""
     kinds = [(f"worker-{i}", 1.0, 1.0) for i in range(config.workers)]
     kinds += [(f"prefill-{i}", 1.0, 0.0) for i in range(config.prefill)]
     kinds += [(f"decode-{i}", 0.0, 1.0) for i in range(config.decode)]
+    n_added = max(config.max_workers - config.n_workers, 0)
+    kinds += [(f"worker-{config.workers + i}", 1.0, 1.0) for i in range(n_added)]
     n, n_cores = len(kinds), len(cores)
     out = []
     for i, (name, prefill, decode) in enumerate(kinds):
@@ -155,6 +179,14 @@ def check(config: ServeConfig) -> None:
         raise ConfigError(
             "a target is given for one of ttft and tpot only: shares are weighed by both, so give both"
         )
+    if config.max_workers and (config.ttft_slo_s is None or config.tpot_slo_s is None):
+        raise ConfigError(
+            "max_workers is set without targets of ttft and tpot, which say when more are needed"
+        )
+    if config.max_workers and not config.n_workers <= config.max_workers <= MAX_WORKERS:
+        raise ConfigError(
+            f"max_workers is {config.max_workers}, allowed {config.n_workers} (the workers of the beginning) to {MAX_WORKERS}"
+        )
     if config.disk_cache_gb and not config.disk_cache_dir:
         raise ConfigError("disk_cache_gb is set and disk_cache_dir is not: name a folder for the pages")
     positive = (
@@ -180,6 +212,8 @@ def check(config: ServeConfig) -> None:
         ("drain_s", config.drain_s),
         ("backoff_s", config.backoff_s),
         ("rescue_s", config.rescue_s),
+        ("grow_after_s", config.grow_after_s),
+        ("shrink_after_s", config.shrink_after_s),
     ):
         if not value >= 0:
             raise ConfigError(f"{name} is {value:g}, it must be 0 or more")

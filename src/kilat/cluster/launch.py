@@ -126,6 +126,7 @@ class _Deployment:
         )
         self._crew = Crew(Plant(config, self._fleet, self._launcher, secret, transports), crew_places)
         self._gateway.drainer = self._crew.drain
+        self._gateway.on_wish = self._crew.wish
         self._server = _Server(_uvicorn_config(self._gateway))
         self._began_s = time.monotonic()
         self._stop = asyncio.Event()

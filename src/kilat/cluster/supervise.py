@@ -1,17 +1,17 @@
-"""Keeps workers alive: has them started, watches them, has them started again, and knows when to give up."""
+"""Keeps workers alive: has them started, watches them, has them started again, and knows when to give up; and has as many as are needed."""
 
 import asyncio
 import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from kilat.base.errors import EngineError, KilatError, PeerError
+from kilat.base.errors import CapacityError, EngineError, KilatError, PeerError
 from kilat.base.log import event, get_logger
 from kilat.cluster.config import Place, ServeConfig
 from kilat.cluster.gateway.errors import worker_died
@@ -19,6 +19,7 @@ from kilat.cluster.gateway.fleet import Fleet
 from kilat.cluster.gateway.workers import WorkerState
 from kilat.cluster.launchers.launcher import Handle, Launcher
 from kilat.cluster.worker_config import EXIT_BAD_CONFIG, EXIT_START_FAILED, WorkerConfig
+from kilat.policy.scale.headcount import Headcount
 
 MAX_BACKOFF_S = 10.0
 WATCH_S = 0.5
@@ -53,6 +54,12 @@ class Supervisor:
         self._worker: WorkerState | None = None
         self._stopping = asyncio.Event()
         self._retired: bool | None = None  # True: start a new one when it has ended
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the worker has loaded, and runs."""
+        w, handle = self._worker, self._handle
+        return w is not None and w.hello is not None and handle is not None and not handle.ended
 
     async def run(self, on_restart: Callable[[], None]) -> None:
         """Returns when the worker has ended because it was asked to. Raises EngineError when it cannot be kept alive."""
@@ -172,7 +179,7 @@ class Supervisor:
 
     def _settings(self, worker_id: str) -> WorkerConfig:
         plant, c = self._plant, self._plant.config
-        share = 1e9 / (c.workers + c.prefill + c.decode)
+        share = 1e9 / max(c.n_workers, c.max_workers)
         return WorkerConfig(
             address=plant.fleet.links.address,
             secret=plant.secret,
@@ -218,45 +225,98 @@ class Supervisor:
 
 
 class Crew:
-    """All workers of a deployment, each kept alive by a supervisor of its own."""
+    """All workers of a deployment, each kept alive by a supervisor of its own. ``places``: the first ``n_workers`` of the configuration get
+    theirs at once, the others while more are wished for."""
 
     def __init__(self, plant: Plant, places: Sequence[Place]) -> None:
         self._plant = plant
-        self._supervisors = [Supervisor(plant, place) for place in places]
-        self._drains: set[asyncio.Task[int]] = set()
+        self._places = list(places)
+        self._running: dict[asyncio.Task[None], Supervisor] = {}
+        self._ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[int]] = set()
+        self._leaving: set[Supervisor] = set()
+        self._on_restart: Callable[[], None] = lambda: None
         self._stopping = False
+        scale = plant.config.scale
+        self._headcount = Headcount(scale) if scale is not None and plant.config.max_workers else None
 
     async def run(self, on_restart: Callable[[], None]) -> None:
         """Returns when all workers have ended because they were asked to. Raises the last error when no worker can be kept alive."""
-        tasks = {asyncio.create_task(s.run(on_restart)): s for s in self._supervisors}
-        pending, last = set(tasks), None
-        while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                error = task.exception()
-                if error is None:
-                    continue
-                if not isinstance(error, KilatError):
-                    raise error
-                last = error
-                self._plant.fleet.workers.settle()
-                if pending:
-                    event(_log, "worker_given_up", worker=tasks[task].place.name, reason=repr(str(error)))
+        self._on_restart = on_restart
+        self._add(self._plant.config.n_workers)
+        last = None
+        while self._running:
+            task = await self._ended.get()
+            place, error = self._running.pop(task).place, task.exception()
+            if error is None:
+                continue
+            if not isinstance(error, KilatError):
+                raise error
+            last = error
+            self._places.remove(place)  # nobody else is to try it
+            self._plant.fleet.workers.settle()
+            if self._running:
+                event(_log, "worker_given_up", worker=place.name, reason=repr(str(error)))
         if last is not None and not self._stopping:
             raise last
 
+    def wish(self, wished: int) -> None:
+        """Have so many workers, soon; 0 when nobody knows. To be called every now and then, from the event loop."""
+        if self._headcount is None or self._stopping:
+            return
+        there = [s for s in self._running.values() if s not in self._leaving]
+        change = self._headcount.on_wish(wished, len(there), time.monotonic())
+        if change > 0:
+            event(_log, "workers_added", workers=self._add(change), wished=wished)
+        elif change < 0 and not self._leaving:
+            event(_log, "worker_not_needed", worker=there[-1].place.name, wished=wished)
+            self._in_background(self._let_go(there[-1]))
+
+    async def _let_go(self, supervisor: Supervisor) -> int:
+        """End a worker that is not needed: the youngest, which has had the least time to fill its pages."""
+        try:
+            return await self._drain(supervisor, again=False)
+        except CapacityError as e:
+            event(_log, "worker_stays", worker=supervisor.place.name, reason=repr(str(e)))
+            return 0
+
+    def _add(self, n: int) -> int:
+        """Start workers in the first free places, at most ``n``; returns how many."""
+        taken = [s.place for s in self._running.values()]
+        free = [place for place in self._places if place not in taken][:n]
+        for place in free:
+            supervisor = Supervisor(self._plant, place)
+            task = asyncio.create_task(supervisor.run(self._on_restart))
+            self._running[task] = supervisor
+            task.add_done_callback(self._ended.put_nowait)
+        return len(free)
+
     async def drain(self, worker: WorkerState, again: bool) -> int:
         """Take a worker out of service; see :meth:`Supervisor.drain`. Goes on when the caller is cancelled."""
-        supervisor = next(s for s in self._supervisors if s.place.name == worker.name)
-        task = asyncio.create_task(supervisor.drain(again, self._plant.config.drain_s))
-        self._drains.add(task)
-        task.add_done_callback(self._drains.discard)
-        return await asyncio.shield(task)
+        supervisor = next(s for s in self._running.values() if s.place.name == worker.name)
+        return await asyncio.shield(self._in_background(self._drain(supervisor, again)))
+
+    async def _drain(self, supervisor: Supervisor, again: bool) -> int:
+        if not again:
+            self._leaving.add(supervisor)
+        try:
+            if supervisor.is_ready:
+                return await supervisor.drain(again, self._plant.config.drain_s)
+            await supervisor.stop(0.0)
+            return 0
+        finally:
+            self._leaving.discard(supervisor)
+
+    def _in_background(self, work: Coroutine[None, None, int]) -> "asyncio.Task[int]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def stop(self, drain_s: float) -> None:
         """End all workers for good. Idempotent."""
         self._stopping = True
-        await asyncio.gather(*(s.stop(drain_s) for s in self._supervisors))
+        await asyncio.gather(*(s.stop(drain_s) for s in self._running.values()))
 
 
 def _exit_words(code: int | None) -> str:

@@ -237,11 +237,31 @@ def test_more_workers_are_wished_for_when_no_shares_would_do_and_fewer_after_a_l
     assert fleet.scaler.wished == 1, "at least one"
 
 
+def test_places_of_sessions_count_though_it_is_not_known_how_fast_prompts_are_computed():
+    fleet = Fleet(1, 1, ScaleConfig(1.0, 0.1, fewer_after=2))
+    for i in fleet.weights:
+        fleet.options[i] = {"prefill_tokens_per_s": 0.0, "max_running": 4}
+    fleet.last(4, prompt_tokens=100, running=4)
+    assert (fleet.scaler.wished, fleet.n_apart) == (4, 1)
+    fleet.last(4, running=0)
+    assert (fleet.scaler.wished, fleet.n_apart) == (1, 1)
+
+
 def test_late_first_tokens_before_a_queue_wish_for_more_workers():
     fleet = Fleet(0, 2)
     for _ in range(4):
         fleet.window(queue=300, running=1, ttft_s=[3.0] * 9)
     assert fleet.scaler.wished > 2
+
+
+def test_targets_that_no_number_of_workers_can_keep_are_no_reason_for_more_of_them():
+    beyond = ScaleConfig(1.0, 0.04, fewer_after=2, most_workers=20)  # a step without sessions takes 50 ms
+    fleet = Fleet(0, 2, beyond)
+    fleet.last(9)
+    assert fleet.scaler.wished == 1
+    fleet = Fleet(0, 2, beyond)
+    fleet.last(9, running=40)
+    assert 2 < fleet.scaler.wished < 20, "until it is hardly better with more"
 
 
 # -- settings, and anything -----------------------------------------------------------------------------------------------------------
@@ -260,7 +280,10 @@ def test_late_first_tokens_before_a_queue_wish_for_more_workers():
         {"act_above": float("nan")},
         {"least_workers": 0},
         {"most_workers": -1},
+        {"most_workers": 2, "least_workers": 3},
         {"fewer_after": 0},
+        {"grow_after_s": -1},
+        {"shrink_after_s": -1},
     ],
 )
 def test_settings_without_sense_are_refused(wrong):

@@ -58,6 +58,9 @@ class Gateway:
         self.started_s = int(time.time())
         self._open: dict[Generation, Scope] = {}
         self.drainer: Drainer = _cannot_drain
+        self.on_wish: Callable[[int], None] = lambda n: (
+            None
+        )  # hears now and then how many workers are wished for
         self.metrics = GatewayMetrics(fleet, lambda: len(self._open))
         self._clock = time.monotonic
         self.roles: Roles | None = None
@@ -196,6 +199,7 @@ class Gateway:
         if roles.wished != self.metrics.workers_wished:
             event(_log, "workers_wished", workers=roles.wished)
         self.metrics.workers_wished = roles.wished
+        self.on_wish(roles.wished)
 
     def _sweep_one(self, generation: Generation, scope: Scope, now_s: float) -> None:
         if generation.inbox.error is not None:

@@ -116,9 +116,7 @@ class Driver:
             num_gpus=self._settings.gpus,
             max_restarts=0,
             max_concurrency=THREADS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=message.place
-            ),
+            scheduling_strategy=self._where(message.place),
         )
         actor = host.remote()
         ready = actor.__ray_ready__.remote()
@@ -139,6 +137,12 @@ class Driver:
                     )
         ray.kill(actor)
         raise Unwanted
+
+    def _where(self, place: int) -> Any:
+        """Room for the first workers is set aside together; an added one asks for its own, which lets Ray add a host for it."""
+        if place >= self._settings.places:
+            return "SPREAD"
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
 
     def _begin(self, actor: Any, message: Start | Find) -> Started | None:
         key = message.key

@@ -89,7 +89,7 @@ class RayLauncher:
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("Ray is not installed here: pip install 'kilat[ray]'")
         one_host = config.ray.control_host in LOOPBACK
-        self._setup = Setup(config.ray.address, len(places), config.ray.cpus, config.ray.gpus, one_host)
+        self._setup = Setup(config.ray.address, config.n_workers, config.ray.cpus, config.ray.gpus, one_host)
         self._command = list(command)
         self._driver_command = driver
         self._numbers = {place.name: i for i, place in enumerate(places)}

@@ -4,7 +4,7 @@ import msgspec
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup", forbid_unknown_fields=True):
-    """The first line. ``places``: workers there may be, each with so much of a host; ``one_host``: they cannot be reached from others."""
+    """The first line. ``places``: workers there are at least, each with so much of a host; ``one_host``: they cannot be reached from others."""
 
     address: str
     places: int
@@ -14,7 +14,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup", forbid_unknown_fields=True
 
 
 class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True):
-    """Start the worker ``key`` in a place. ``command``: arguments for Python; ``config``: a WorkerConfig."""
+    """Start the worker ``key`` in a place, a number; those from ``places`` on are added while they are needed. ``command``: arguments for Python; ``config``: a WorkerConfig."""
 
     key: str
     place: int

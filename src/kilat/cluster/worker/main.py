@@ -1,6 +1,7 @@
 """The life of a worker process: configuration, engine, loop, exit code."""
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -69,6 +70,8 @@ def _serve(
         channel.send(Fatal(f"the engine could not be built ({type(e).__name__})"))
         return EXIT_START_FAILED
     loop = WorkerLoop(config.worker_id, engine, channel, pulse, ways, offer_s=config.offer_s)
+    # what lives as long as the process is not looked through at every collection: that took a tenth of a second, all streams waiting
+    gc.freeze()
     signal.signal(signal.SIGTERM, lambda number, frame: loop.drain(config.drain_s))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, which then asks us
     try:

@@ -20,6 +20,7 @@ class ScaleConfig:
     cool_down_s   seconds after a change in which nothing is changed
     least_workers, most_workers  bounds of the number of workers that is wished for; 0: as many as it takes
     fewer_after   windows in a row in which fewer workers would do, before fewer are wished for
+    grow_after_s, shrink_after_s  how long more, or fewer, workers must be wished for before some are started, or one is ended
     """
 
     ttft_slo_s: float
@@ -32,6 +33,8 @@ class ScaleConfig:
     least_workers: int = 1
     most_workers: int = 0
     fewer_after: int = 60
+    grow_after_s: float = 5.0
+    shrink_after_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("ttft_slo_s", "tpot_slo_s", "act_above"):
@@ -42,9 +45,13 @@ class ScaleConfig:
         for name in ("ratio", "patience", "least_workers", "fewer_after"):
             if not getattr(self, name) >= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, allowed 1 or more")
-        for name in ("cool_down_s", "most_workers"):
+        for name in ("cool_down_s", "most_workers", "grow_after_s", "shrink_after_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, allowed 0 or more")
+        if 0 < self.most_workers < self.least_workers:
+            raise ConfigError(
+                f"most_workers is {self.most_workers}, allowed {self.least_workers} (least_workers) or more"
+            )
 
     @property
     def target_step_s(self) -> float:

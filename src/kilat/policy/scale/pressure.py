@@ -31,7 +31,7 @@ class Pressure:
 class Needs:
     """What traffic asks for in all, and what one worker can do. ``prompt_tokens_per_s`` of all that has to be computed, ``running``
     sessions with ``pages``; of one worker: ``rate`` of prompt tokens, seconds of a step without and for each session, ``most_running`` and
-    ``most_pages`` (0: not known)."""
+    ``most_pages``. Rate, and what a worker has of places and pages: 0 for not known, then they press on nobody."""
 
     prompt_tokens_per_s: float
     running: int
@@ -48,7 +48,7 @@ class Needs:
         for left in range(n, 0, -1):
             step_s = self.base_s + self.row_s * self.running / left
             room = max(1 - step_s / config.target_step_s, LEAST_ROOM)
-            prefill = self.prompt_tokens_per_s / (self.rate * (n - left + left * room))
+            prefill = _part(self.prompt_tokens_per_s, self.rate * (n - left + left * room))
             crowd = max(
                 _part(self.running, self.most_running * left), _part(self.pages, self.most_pages * left)
             )
@@ -59,14 +59,14 @@ class Needs:
 def needs(
     workers: Sequence[RoleWorker], arrivals_per_s: float, window: Window, config: ScaleConfig
 ) -> Needs | None:
-    """What is needed now; None until it is known how fast prompts are computed and tokens written. ``arrivals_per_s``: prompt tokens."""
+    """What is needed now; None until it is known how fast tokens are written. ``arrivals_per_s``: prompt tokens."""
     running = sum(w.running for w in workers)
     measured_s = quantile(window.tpot_s, config.quantile)
     rate = _mean([w.prefill_tokens_per_s for w in workers])
     row_s = _mean([w.row_s for w in workers])
     # what is left of a step when its sessions are taken off
     base_s = _mean([w.step_s - w.row_s * w.running for w in workers if w.step_s > 0]) or measured_s
-    if not rate or not base_s:
+    if not base_s:
         return None
     # more than a worker computes within the target is one long prompt, which no other worker can help with, or shows in all queues
     late = rate * config.ttft_slo_s

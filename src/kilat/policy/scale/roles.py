@@ -53,7 +53,7 @@ class RoleScaler:
         needed = needs(workers, self._arrivals_per_s, window, self.config)
         self._wish_for(len(workers), needed, window)
         have = sum(w.decode_weight == 0 for w in workers)
-        if have == len(workers) or needed is None:
+        if have == len(workers) or needed is None or not needed.rate:
             # somebody died, or all were told to do one thing: a kind of work without a worker cannot wait for measurements
             return self._move(workers, min(have, len(workers) - 1), now_s)
         want = self._want(have, [p.worst for p in needed.pressures(len(workers), self.config)])
@@ -106,7 +106,8 @@ class RoleScaler:
             self.wished = n
 
     def _enough(self, n: int, needed: Needs, window: Window) -> int:
-        """How many workers keep the targets: one fewer than there are where that is plain, as many more as it takes where it is not."""
+        """How many workers keep the targets: one fewer than there are where that is plain, as many more as it takes where it is not. Where
+        no number of them does, the fewest with which it is hardly worse than with the most."""
         c = self.config
         calm = c.act_above / c.ratio
 
@@ -117,5 +118,8 @@ class RoleScaler:
         waits = needed.prompt_tokens_per_s > STANDING_QUEUE * needed.rate * n
         if least(n) <= c.act_above and not (late and waits):
             return n - 1 if n > 1 and least(n - 1) <= calm else n
-        most = c.most_workers or MOST_TIMES * n
-        return next((m for m in range(n + 1, most) if least(m) <= calm), max(most, n))
+        most = max(c.most_workers or MOST_TIMES * n, n)
+        enough = next((m for m in range(n + 1, most + 1) if least(m) <= calm), None)
+        if enough is not None:
+            return enough
+        return max(next(m for m in range(1, most + 1) if least(m) <= GAIN * least(most)), n - 1)
