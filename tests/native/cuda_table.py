@@ -2,6 +2,7 @@
 
 import ctypes as c
 import dataclasses
+import fcntl
 import subprocess
 from pathlib import Path
 
@@ -117,9 +118,12 @@ def build_library(emulated: bool = False) -> Path:
     folders = ("cuda", "runtime", "tests", "tests/emulated")
     sources = [p for folder in folders for p in (ROOT / "native" / folder).iterdir() if p.is_file()]
     library = EMULATED if emulated else LIBRARY
-    if not library.exists() or library.stat().st_mtime < max(p.stat().st_mtime for p in sources):
-        script = "native/tests/emulated/build.sh" if emulated else "native/cuda/build.sh"
-        subprocess.run(["sh", str(ROOT / script), str(library)], check=True, timeout=300)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with library.with_suffix(".lock").open("w") as lock:  # processes that share the tests build once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists() or library.stat().st_mtime < max(p.stat().st_mtime for p in sources):
+            script = "native/tests/emulated/build.sh" if emulated else "native/cuda/build.sh"
+            subprocess.run(["sh", str(ROOT / script), str(library)], check=True, timeout=300)
     return library
 
 

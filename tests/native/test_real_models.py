@@ -11,7 +11,7 @@ from kilat.load.sources import resolve
 from kilat.native.runtime import NativeModel, Sampling
 from kilat.wire.sampling import SamplingParams
 from tests.e2e.prompts import PROMPTS
-from tests.native import twins
+from tests.native import program, twins
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.usefixtures("runtime")]
 MODELS = ["smollm2", "qwen2.5-coder-0.5b"]
@@ -45,27 +45,17 @@ def test_command_answers_from_the_chat_template(capsys):
 
 
 def test_program_gives_the_librarys_text(tmp_path, capsys):
-    built = subprocess.run(
-        ["make", "-s", "-C", "native", f"OUT={tmp_path}", f"{tmp_path}/kilat-native"],
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert built.returncode == 0, built.stderr
-    path = str(resolve("smollm2").path)
+    native = program.built(tmp_path)
+
+    def run(*args):
+        return subprocess.run([str(native), *args], capture_output=True, text=True, timeout=60)
+
     prompt = "The three largest cities of"
-    done = subprocess.run(
-        [f"{tmp_path}/kilat-native", path, "-p", prompt, "-n", "20"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run(str(resolve("smollm2").path), "-p", prompt, "-n", "20")
     assert done.returncode == 0, done.stderr
     assert main(["native", "smollm2", "-p", prompt, "--max-tokens", "20"]) == 0
     assert capsys.readouterr().out == done.stdout
-    wrong = subprocess.run(
-        [f"{tmp_path}/kilat-native", str(tmp_path), "-p", "x"], capture_output=True, text=True, timeout=60
-    )
+    wrong = run(str(tmp_path), "-p", "x")
     assert wrong.returncode == 1 and "config.json" in wrong.stderr
 
 
