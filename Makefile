@@ -1,17 +1,23 @@
 # kilat: `make serve` to try it, `make test` to test it. Every target does its own set-up.
 # Variables: PYTHON (3.11 or newer), MODEL (a name from `kilat model list`), ARGS (flags for kilat), TESTS (pytest
-# arguments), SKIP (a marker to leave out).
+# arguments), SKIP (a marker to leave out), SEEDS (how many clusters are simulated).
 PYTHON ?= python3
 MODEL ?= smollm2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := src tests bench tools
-# what a machine without an accelerator and a browser can run
-HERE := not gpu and not multi_gpu and not browser
+# simulated clusters of `make seeds`
+SEEDS ?= 10000
+# Tests that share the cores, then those that start servers and watch the clock, which have the machine to themselves.
+TOGETHER := (logic or cpu)
+ALONE := (cluster or e2e)
+SHARED := -n logical --maxprocesses 4 --dist worksteal
+# torch's threads would wait for each other's cores
+PYTEST_SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest -q $(SHARED)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve weights test check native native-check bench
+.PHONY: help setup serve weights test seeds check native native-check bench
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -30,15 +36,21 @@ weights: setup ## download the models that the tests use (cached; checked by SHA
 	@$(BIN)/kilat model pull smollm2
 	@$(BIN)/kilat model pull qwen2.5-coder-0.5b
 
-test: weights ## run every test that this machine can run: logic, cpu, cluster, e2e
-	@$(BIN)/pytest -q -m "$(HERE)$(if $(SKIP), and not $(SKIP))" $(TESTS)
+# status 5: none of TESTS is of this kind
+test: weights seeds ## run every test that this machine can run: simulated seeds, logic, cpu, cluster, e2e
+	@$(PYTEST_SHARED) -m "$(TOGETHER)$(if $(SKIP), and not $(SKIP))" $(TESTS); together=$$?; \
+	$(BIN)/pytest -q -m "$(ALONE)$(if $(SKIP), and not $(SKIP))" $(TESTS); alone=$$?; \
+	case $$together$$alone in 00|05|50) ;; *) exit 1;; esac
+
+seeds: setup ## simulate SEEDS clusters under faults; what breaks is shown with its seed
+	@$(BIN)/python -m bench.sim_seeds --seeds $(SEEDS)
 
 check: setup ## format, lint, types, architecture, logic tests
 	@echo "check: format";  $(BIN)/ruff format --check --quiet $(SOURCES) || { $(BIN)/ruff format --check $(SOURCES); exit 1; }
 	@echo "check: lint";    $(BIN)/ruff check --quiet $(SOURCES)
 	@echo "check: types";   $(BIN)/mypy --no-error-summary
 	@echo "check: sizes";   $(BIN)/python tools/sizes.py --quiet
-	@echo "check: architecture and logic tests"; $(BIN)/pytest -q -m logic
+	@echo "check: architecture and logic tests"; $(PYTEST_SHARED) -m logic
 
 native: ## build the runtime without Python: build/native/kilat-native and libkilat.so (needs g++)
 	@$(MAKE) --no-print-directory -C native

@@ -1,5 +1,6 @@
 """What every test gets: one marker that says what it needs, cheap tests first, and no deadline for hypothesis on a shared machine."""
 
+import re
 import signal
 from pathlib import Path
 
@@ -20,10 +21,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-m logic`` do not even import the files of other needs, for they import torch."""
-    if config.option.markexpr == "logic" and collection_path.name.startswith("test_"):
-        return True if "pytest.mark.logic" not in collection_path.read_text(encoding="utf-8") else None
-    return None
+    """Do not even import the files of needs that ``-m`` does not ask for: ``-m logic`` must not import torch."""
+    asked = config.option.markexpr
+    if not asked or not collection_path.name.startswith("test_"):
+        return None
+    if not {*re.findall(r"\w+", asked)} <= {*NEEDS, "and", "or", "not"}:
+        return None
+    named = {*re.findall(r"\bmark\.(\w+)", collection_path.read_text(encoding="utf-8"))} & {*NEEDS}
+    wanted = [n for n in named if eval(asked, {}, {need: need == n for need in NEEDS})]
+    return True if named and not wanted else None
 
 
 @pytest.hookimpl(trylast=True)

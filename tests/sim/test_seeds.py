@@ -1,6 +1,6 @@
 """Whole runs: the real dispatcher, router, index, role scaler and schedulers under faults.
 
-More of them: ``python -m bench.sim_seeds``.
+10,000 of them: ``make seeds``.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from tests.sim.runs import broken, cluster, settle
 
 pytestmark = pytest.mark.logic
 
-N_SEEDS = 200
+N_SEEDS = 60
 
 
 def test_whatever_goes_wrong_every_request_ends_once_with_its_tokens_and_nothing_stays_pinned():
@@ -65,7 +65,7 @@ def edges_of(seed: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("first, freeze_s", list(enumerate([None, 0.2, 3.0])))
 def test_a_worker_may_end_or_stand_still_at_any_of_its_edges(first, freeze_s):
-    """A quarter of the edges for each kind of fault, others for each; all of them: ``bench.sim_seeds``."""
+    """A quarter of the edges for each kind of fault, others for each; all of them: ``make seeds``."""
     seed = 7
     c, _ = cluster(seed, Faults())
     assert any(p == 0 for p, _ in c.weights.values())  # prefill and decode are apart in this one
