@@ -62,15 +62,30 @@ __device__ inline Queries queries_from(const Prompt &p, int window, int number, 
 struct SpanKeys {
   static constexpr bool kOwn = false;
   const ModelView *m;
-  int held, warp_, begin_, end_, queries_, limit_;
+  const __nv_bfloat16 *page;
+  int context, warp_, begin_, end_, queries_, limit_;
   __device__ const ModelView &model() const { return *m; }
-  __device__ int context() const { return held; }
   __device__ int warp() const { return warp_; }
   __device__ int begin() const { return begin_; }
   __device__ int end() const { return end_; }
-  __device__ int stored() const { return end_; }
   __device__ int queries() const { return queries_; }
   __device__ int limit() const { return limit_; }
+
+  // The rows of the round from `base` on; zeros beyond the end.
+  template <int kHeld, int kBlocks>
+  __device__ void load(int base, bool values, uint4 (&to)[kHeld][kBlocks]) const {
+    const int lane = threadIdx.x % 32, at = lane % 4 * 8, dim = m->head_dim;
+#pragma unroll
+    for (int o = 0; o < kHeld; ++o) {
+      const int position = base + o * kGroupKeys + lane / 4;
+      const __nv_bfloat16 *from = page + (int64_t(values ? context : 0) + position) * dim + at;
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        const bool on = position < end_ && j * 32 + at < dim;
+        to[o][j] = on ? *reinterpret_cast<const uint4 *>(from + j * 32) : make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
 };
 
 // Shared memory of a block: queries [8, dim] bf16; of each warp and each query sums, maximum and total [dim + 2]; the same of each span.
@@ -128,7 +143,7 @@ __device__ inline void attend_queries(const Prompt &p, int layer, int kv_head, i
       if (own < q.splits) {
         const int begin = q.from + own * q.size, end = min(begin + q.size, q.last + 1), query = lane / 4;
         const int limit = query >= q.first && query < q.end ? min(end, p.first + q.row_of(query) + 1) : 0;
-        Attend<kBlocks, SpanKeys> attend({&m, p.session.context, warp % warps, begin, end, n, limit}, page);
+        Attend<kBlocks, SpanKeys> attend({&m, page, p.session.context, warp % warps, begin, end, n, limit});
         attend.run(staged);
         attend.store(parts + warp * most * part, part, 0, n);
       }
