@@ -42,6 +42,21 @@ def test_output_equals_the_reference(device, half, shape, name, exact):
         assert error(got, expected) < LIMIT[dtype]
 
 
+@pytest.mark.parametrize("window", [0, 50])
+def test_more_rows_than_are_looked_up_one_by_one(device, window):
+    """Among them rows of the other kernel, and rows without tokens as graphs have them, also at both ends."""
+    counts = [(0, 1, 1, 9, 0, 0, 1)[i % 7] for i in range(267)] + [0]
+    lengths = [n and n + i * 37 % 150 for i, n in enumerate(counts)]
+    shape = Shape(n_q=2, n_kv=1, dim=16)
+    batch = step(counts, lengths, shape, device)
+    kv = pool(batch, shape, torch.float32)
+    q = torch.randn(len(batch.positions), 2, 16).to(device)
+    expected = reference.attention(
+        q.cpu().double(), kv.cpu().double(), _on_cpu(batch), scale=0.25, window=window
+    )
+    assert error(Attention(device, exact=False)(q, kv, batch, scale=0.25, window=window), expected) < 2e-6
+
+
 def _on_cpu(batch):
     fields = {f: getattr(batch, f) for f in batch.__slots__}
     return type(batch)(**{k: v.cpu() if torch.is_tensor(v) else v for k, v in fields.items()})

@@ -26,6 +26,8 @@ from kilat.ops.triton.launch import can_overlap, let_next_start, prefetch_l2, sm
 
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float16: tl.float16}
 FEW_ROWS = 8
+MANY_ROWS, MOST_REGISTERS = 256, 168
+"""Registers of a thread where more rows' output is quantized: with more, three programs of four warps do not fit a multiprocessor."""
 SHORT = 2048
 """Up to FEW_ROWS rows with keys beyond this a head has many parts, and a second kernel merges them; otherwise it has a few, and who finishes
 last does."""
@@ -50,7 +52,7 @@ def tuning(n_rows: int, *, merge_apart: bool) -> Tuning:
         return Tuning(64, 3, 4, 3, 4, 64)
     if n_rows > 2:
         return Tuning(32, 5, 4, 3, 4, 64)
-    return Tuning(64, 3, 4, 3, 1 if merge_apart else 2, 64)
+    return Tuning(64, 3, 4, 3, 1, 64) if merge_apart else Tuning(128, 2, 8, 2, 1, 64)
 
 
 def decode_rows(call: Call, done: Tensor) -> None:
@@ -73,7 +75,7 @@ def decode_rows(call: Call, done: Tensor) -> None:
         PAGE=batch.page_tokens, TOKEN_STRIDE=kv.stride(2), HEAD_STRIDE=kv.stride(3), LEAST=t.least, ROWS=rows, FEW=call.few,
         WINDOW=call.window, HKV=call.n_kv, G=call.group, G_PAD=call.group_pad, D=dim, D_PAD=d_pad, M=max(16, call.group_pad),
         TILE=t.tile, STAGES=t.stages, AHEAD=t.ahead if pdl else 0, MERGE=not merge_apart, PDL=pdl, num_warps=t.warps,
-        launch_pdl=pdl,
+        launch_pdl=pdl, maxnreg=MOST_REGISTERS if call.out_scale is not None and n_rows > MANY_ROWS else None,
     )  # fmt: skip
     if merge_apart:
         _merge[(n_rows, call.n_kv)](
@@ -123,6 +125,13 @@ def _line(
     return tiles, tl.cumsum(tiles, 0), total, tl.maximum(tl.cdiv(total, n_programs), LEAST)
 
 
+@triton.jit
+def _find(at, tiles_of, end_of, ROWS: tl.constexpr):
+    """(row of tile ``at`` of the line, its first tile there)."""
+    row = tl.sum((end_of <= at).to(tl.int32), 0)
+    return row, tl.sum(tl.where(tl.arange(0, ROWS) < row, tiles_of, 0), 0)
+
+
 @triton.jit(do_not_specialize=["n_rows", "table_width", "scale_stride"])
 def _shares(
     q_ptr, kv_ptr, out_ptr, scale_ptr, scale_stride, k_scale_ptr, v_scale_ptr, part_ptr, weight_ptr, done_ptr, row_start_ptr, kv_len_ptr, table_ptr,
@@ -140,6 +149,8 @@ def _shares(
     pid = tl.program_id(0)
     at = pid * share
     stop = tl.minimum(at + share, line)
+    # up to 256 rows looking each one up is as fast as going from row to row and takes fewer registers where the output is quantized
+    IN_TURN: tl.constexpr = ROWS > 256
     m = tl.arange(0, M)
     d = tl.arange(0, D_PAD)
     query, g = m // G_PAD, m % G_PAD
@@ -155,14 +166,21 @@ def _shares(
             (far_low + far % far_tiles) * TILE, far_len, page_stride, kv_stride, PAGE, TOKEN_STRIDE, D, AHEAD,
         )  # fmt: skip
     wait_for_previous(PDL)
-    while at < stop:
-        row = tl.sum((end_of <= at).to(tl.int32), 0)
+    row, base, start, after, kv_len = at * 0, at * 0, at * 0, at * 0, at * 0
+    if IN_TURN and at < stop:
+        row, base = _find(at, tiles_of, end_of, ROWS)
         start = tl.load(row_start_ptr + row)
-        n = tl.load(row_start_ptr + row + 1) - start
+        after = tl.load(row_start_ptr + row + 1)
         kv_len = tl.load(kv_len_ptr + row)
+    while at < stop:
+        if not IN_TURN:
+            row, base = _find(at, tiles_of, end_of, ROWS)
+            start = tl.load(row_start_ptr + row)
+            after = tl.load(row_start_ptr + row + 1)
+            kv_len = tl.load(kv_len_ptr + row)
+        n = after - start
         low = _first_tile(kv_len, n, TILE, WINDOW)
         tiles = tl.cdiv(kv_len, TILE) - low
-        base = tl.sum(tl.where(b < row, tiles_of, 0), 0)
         head = (at - base) // tiles
         origin = base + head * tiles
         count = tl.minimum(origin + tiles, stop) - at
@@ -174,6 +192,12 @@ def _shares(
         table = table_ptr + row.to(tl.int64) * table_width
         end = tl.minimum(first + count * TILE, kv_len)
         q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=inside, other=0.0)
+        next_after, next_len = after, kv_len
+        if IN_TURN:
+            # the next row's numbers arrive while this one's keys are read
+            next_row = tl.minimum(row + 1, n_rows - 1)
+            next_after = tl.load(row_start_ptr + next_row + 1)
+            next_len = tl.load(kv_len_ptr + next_row)
         acc, top, total = attend(
             tl.zeros((M, D_PAD), tl.float32), tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32),
             q, kv_len - n + query, pages(table, first, end, PAGE, TILE), first, end, table,
@@ -207,6 +231,14 @@ def _shares(
                 acc / total[:, None] * head_scale(v_scale_ptr, head), out_ptr, scale_ptr, scale_stride, start + query, head * G + g, real, d, HKV * G, D, q.dtype
             )  # fmt: skip
         at += count
+        if IN_TURN and at == base + tiles * HKV:
+            row, base, start, after, kv_len = row + 1, at, after, next_after, next_len
+            # rows without tokens, and those of the other kernel, have no tiles in the line
+            while (at < stop) & ((after == start) | (after - start > FEW)):
+                row += 1
+                start = after
+                after = tl.load(row_start_ptr + row + 1)
+                kv_len = tl.load(kv_len_ptr + row)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_programs", "scale_stride"])
