@@ -43,7 +43,7 @@ def test_what_decode_rows_take_is_part_of_the_target():
     assert pace.prefill_tokens(5, 5000, 16) == pytest.approx(MARGIN * 0.1 / 0.0001, abs=1)
     for _ in range(30):
         machine.step(pace, 5, 0)
-    assert pace.prefill_tokens(5, 5000, 16) == pytest.approx((MARGIN * 0.1 - 0.04) / 0.0001, abs=1)
+    assert pace.prefill_tokens(5, 5000, 16) == pytest.approx((MARGIN * 0.1 - 0.04) / 0.0001, abs=1.5)
 
 
 def test_prompts_get_a_page_when_decode_rows_alone_take_the_target():
@@ -56,13 +56,13 @@ def test_prompts_get_a_page_when_decode_rows_alone_take_the_target():
 def test_tokens_of_a_step_that_the_target_bounds_are_a_multiple_of_what_the_device_is_prepared_for():
     pace = Pace(0.1, token_multiple=64)
     pace.stepped(0.0, 1.0, 0, 5000)
-    assert pace.prefill_tokens(40, 10_000, 16) + 40 == 512  # 515 would fit
+    assert pace.prefill_tokens(40, 10_000, 16) + 40 == 448  # 480 would fit
     assert pace.prefill_tokens(40, 100, 16) == 100
 
 
 def test_a_share_that_rounding_would_take_most_of_is_not_rounded():
     pace = Pace(0.1, token_multiple=128)
-    pace.stepped(0.0, 1.0, 0, 1000)  # 95 tokens in what a step aims at
+    pace.stepped(0.0, 1.0, 0, 1080)  # 95 tokens in what a step aims at
     assert pace.prefill_tokens(40, 10_000, 16) == 88
     assert pace.prefill_tokens(20, 10_000, 16) == 95
     assert pace.prefill_tokens(100, 10_000, 16) == 95
@@ -110,7 +110,7 @@ def test_a_slow_first_step_is_forgotten_within_a_few_steps():
     machine.now_s = 3.0
     machine.step(pace, 64, 0)
     shares = [pace.prefill_tokens(64, 8000, 16)]
-    while shares[-1] < 500 and len(shares) < 12:
+    while shares[-1] < 500 and len(shares) < 7:  # doubled each time from one page on
         machine.step(pace, 64, shares[-1])
         shares.append(pace.prefill_tokens(64, 8000, 16))
     assert shares[-1] >= 500
