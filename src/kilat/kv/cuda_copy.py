@@ -13,7 +13,7 @@ def copy_pages(source: Tensor, into: Tensor, source_pages: Tensor, into_pages: T
     same device. Launched on the current stream; page numbers are not checked."""
     n_words = source.shape[1]
     _copy[(len(source_pages), triton.cdiv(n_words, WORDS))](
-        source, into, source_pages, into_pages, n_words, WORDS=WORDS, num_warps=4
+        source, into, source_pages, into_pages, n_words, WORDS=WORDS, num_warps=8
     )
 
 

@@ -22,8 +22,9 @@ from kilat.kv.mapping import host_id, map_file
 from kilat.kv.transport import WITHDRAWN, Done, compare_layout, layout_digest
 from kilat.wire.kv import Endpoint, KvLayout, Offer
 
-BATCH_BYTES = 256 << 20
-"""Bytes of one launch: about a tenth of a millisecond on the device between two looks at cancel and deadline."""
+FIRST_BYTES, MOST_BYTES = 128 << 20, 1 << 30
+"""Bytes of the first launch, and of the largest: each is twice the one before. The device starts soon, and packing the next page numbers
+takes less time than the copy that runs: half a millisecond for the largest."""
 AHEAD = 2
 """Launches that wait behind the one that runs, so that the device never waits for this process."""
 
@@ -175,19 +176,18 @@ class CudaIpcTransport:
         peer = self._peers.get(job.offer.owner)
         if peer is None:
             raise PeerError(f"worker {job.offer.owner} is gone")
-        job.check_owner_has(len(peer.words))
         if not peer.board.is_open(job.offer.move_id):
             raise PeerError(WITHDRAWN)
-        n = max(1, BATCH_BYTES // self._layout.page_bytes)
         flying: deque[torch.cuda.Event] = deque()
         with torch.cuda.device(self._view.device), torch.cuda.stream(self._stream):
-            # sent once: the host waits for such a copy, and so for all launches before it
-            numbers = torch.from_numpy(job.numbers.copy()).to(self._view.device)
             try:
-                for at in range(0, len(job.pages), n):
+                at, size = 0, FIRST_BYTES
+                while at < len(job.pages):
                     job.left_s()
-                    flying.append(self._launch(peer.words, numbers[:, at : at + n], job, at))
-                    job.n_bytes += (min(at + n, len(job.pages)) - at) * self._layout.page_bytes
+                    end = min(at + max(1, size // self._layout.page_bytes), len(job.pages))
+                    flying.append(self._launch(peer.words, job.block(len(peer.words), at, end)))
+                    job.n_bytes += (end - at) * self._layout.page_bytes
+                    at, size = end, min(2 * size, MOST_BYTES)
                     if len(flying) > AHEAD:
                         flying.popleft().synchronize()
             finally:  # no deadline here: as long as the device may write pages, they are nobody else's
@@ -196,14 +196,15 @@ class CudaIpcTransport:
         if not peer.board.is_open(job.offer.move_id):
             raise PeerError(WITHDRAWN)
 
-    def _launch(self, source: Tensor, numbers: Tensor, job: Job, at: int) -> torch.cuda.Event:
-        """Let the device copy pages ``at`` ... of ``job``, whose numbers it has, with one kernel where both pools are on it. The event says
-        when it has."""
+    def _launch(self, source: Tensor, numbers: np.ndarray) -> torch.cuda.Event:
+        """Let the device copy pages, ``numbers`` int32 [2, n] (theirs, own): with one kernel where both pools are on it. The event says when
+        it has."""
         if source.device == self._words.device:
-            self._copy_pages(source, self._words, numbers[0], numbers[1])
+            # from page-locked memory: otherwise the host would wait for this copy, and so for all launches before it
+            theirs, own = torch.from_numpy(numbers).pin_memory().to(self._view.device, non_blocking=True)
+            self._copy_pages(source, self._words, theirs, own)
         else:
-            end = at + numbers.shape[1]
-            for page, into in zip(job.pages[at:end], job.into[at:end]):
+            for page, into in numbers.T.tolist():
                 self._words[into].copy_(source[page], non_blocking=True)
         done = torch.cuda.Event(blocking=True)  # the thread sleeps until the device wakes it
         done.record(self._stream)

@@ -120,7 +120,7 @@ class NixlTransport:
         if peer.is_gone:
             raise PeerError(f"worker {job.offer.owner} is gone")
         address, n = peer.address, self._pages.layout.page_bytes
-        job.check_owner_has(address.n_pages)
+        job.check(address.n_pages)
         try:
             if not peer.is_known:
                 self._meet(peer)

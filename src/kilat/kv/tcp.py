@@ -108,6 +108,7 @@ class _Peer:
         if self._wire is None:
             self._wire = self._dial(job)
         wire = self._wire
+        job.check(1 << 31)  # the owner knows how many pages it has
         wire.send([framed(Ask(job.offer.move_id, job.pages))], job.left_s)
         at = 0
         while True:

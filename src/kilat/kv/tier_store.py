@@ -174,6 +174,7 @@ class TierStore:
             yield self._measured.popleft()
 
     def _read(self, job: Job) -> None:
+        job.check(len(job.offer.pages))
         names = [job.offer.names[i] for i in job.take]
         for name, page in zip(names, job.into):
             job.left_s()
