@@ -204,7 +204,6 @@ class DeviceRunner:
             table[np.arange(n), start // limits.page_tokens] * limits.page_tokens + start % limits.page_tokens
         )
         f["row_start"][:] = np.arange(size + 1)
-        f["logits_at"][:] = np.arange(size)
         # rows that only fill up the bucket decode a token into the scratch page
         f["kv_len"][n:] = 1
         table[n:, 0] = limits.scratch_page
@@ -260,7 +259,9 @@ class DeviceRunner:
 
     def _step(self, batch: StepBatch, slots: Slots, draws: Draws | None, filtered: bool) -> Tensor:
         """The step that graphs hold: put in the pending ids, run the model, draw, keep the ids for the next step."""
-        ids = torch.where(batch.token_ids == PENDING, self.last_ids[slots.of_token], batch.token_ids)
+        ids = torch.where(
+            batch.token_ids == PENDING, self.last_ids.index_select(0, slots.of_token), batch.token_ids
+        )
         drawn = self._draw(self.model(_with_ids(batch, ids), self.kv), draws, filtered=filtered)
         self.last_ids[slots.of_row] = drawn
         return drawn

@@ -11,6 +11,7 @@ from kilat.nn.embedding import Embedding, untied_head
 from kilat.nn.mlp import GatedMlp
 from kilat.nn.rotary import Rope, cos_sin_table
 from kilat.ops.batch import StepBatch
+from kilat.ops.layers import LayerWeights
 from kilat.ops.rope_write import KvScale
 
 
@@ -41,6 +42,21 @@ class DecoderLayer:
         self.feed_attention = build.kernels.feeding(self.attention.qkv)
         self.feed_mlp = build.kernels.feeding(self.mlp.gate_up)
 
+    def weights(self) -> LayerWeights:
+        """The layer as an op that runs all layers takes it."""
+        a, m = self.attention, self.mlp
+        return LayerWeights(
+            self.norm_in,
+            a.qkv,
+            a.heads,
+            a.norm,
+            a.window,
+            a.out.weight,
+            self.norm_mid,
+            m.gate_up,
+            m.down.weight,
+        )
+
     def __call__(
         self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, kv: Tensor, batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
@@ -66,19 +82,30 @@ class Decoder:
         self.head = self.embedding.as_head(build) if c.tied else untied_head(build, "lm_head.weight", table)
         self.cos_sin = cos_sin_table(c.rope, max_model_len, build.device)
         self.kernels = build.kernels
+        bind = build.kernels.bind_layers if build.mesh.tp_size == 1 else None
+        self.all_layers = bind([layer.weights() for layer in self.layers], c.norm_eps) if bind else None
 
     def scale_kv(self, scales: Sequence[KvScale]) -> None:
         """From now on the pool is e4m3 with these scales, one a layer."""
         for layer, scale in zip(self.layers, scales, strict=True):
             layer.attention.kv_scale = scale
 
-    def __call__(self, batch: StepBatch, kv: Tensor) -> Tensor:
-        """Logits [S, vocab] of the tokens at ``batch.logits_at``, in the model's dtype."""
-        x = self.embedding(batch.token_ids)
+    def one_by_one(self, x: Tensor, batch: StepBatch, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] through the layers, op after op: (x, residual), whose sum leaves the last one."""
         residual = None
         for i, layer in enumerate(self.layers):
             x, residual = layer(x, residual, self.cos_sin, kv[:, i], batch)
         assert residual is not None
-        at = batch.logits_at
-        x, _ = self.kernels.add_rms_norm(x[at], residual[at], self.norm, self.config.norm_eps)
+        return x, residual
+
+    def __call__(self, batch: StepBatch, kv: Tensor) -> Tensor:
+        """Logits [S, vocab] of the tokens at ``batch.logits_at``, in the model's dtype."""
+        x = self.embedding(batch.token_ids)
+        if self.all_layers is not None:
+            x, residual = self.all_layers(x, self.cos_sin, kv, batch)
+        else:
+            x, residual = self.one_by_one(x, batch, kv)
+        if batch.logits_at is not None:
+            x, residual = x[batch.logits_at], residual[batch.logits_at]
+        x, _ = self.kernels.add_rms_norm(x, residual, self.norm, self.config.norm_eps)
         return self.kernels.linear(x, self.head)

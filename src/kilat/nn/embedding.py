@@ -23,7 +23,7 @@ class Embedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         if self._table is not None:
-            return self._table[ids]
+            return self._table.index_select(0, ids)  # takes int32, which indexing would copy to int64
         assert self._blocks is not None and self._packed is not None
         return self._blocks.gather(ids, self._packed)
 

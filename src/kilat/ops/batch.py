@@ -15,7 +15,7 @@ class StepBatch:
     kv_len     [B]      tokens of context of row b after this step (positions 0 .. kv_len - 1 are attended to)
     page_table [B, P]   page ids of row b; entries past ceil(kv_len / page_tokens) are arbitrary but valid page ids
     slots      [T]      where the token's K and V go: page * page_tokens + offset
-    logits_at  [S]      indices into T of the tokens whose logits are wanted
+    logits_at  [S]      indices into T of the tokens whose logits are wanted; None: of all, in their order
     page_tokens         tokens per page
     max_kv_len          upper bound of kv_len, known on the host; a captured graph serves every step under its bound
     max_q_len           upper bound of the tokens of a row, known on the host; 1 when every row decodes
@@ -27,7 +27,7 @@ class StepBatch:
     kv_len: torch.Tensor
     page_table: torch.Tensor
     slots: torch.Tensor
-    logits_at: torch.Tensor
+    logits_at: torch.Tensor | None
     page_tokens: int
     max_kv_len: int
     max_q_len: int
