@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -45,6 +46,7 @@ def _throughput(args: argparse.Namespace) -> int:
     requests = _requests(args)
     fetch(name)
     with LLM(name, **engine_options(args)) as llm:
+        gc.freeze()  # as in a worker
         info = llm.engine.info
         _offline_round(llm, _warm_up(args), "warm-up")
         rounds = [
