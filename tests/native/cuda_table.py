@@ -123,7 +123,9 @@ def build_library(emulated: bool = False) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists() or library.stat().st_mtime < max(p.stat().st_mtime for p in sources):
             script = "native/tests/emulated/build.sh" if emulated else "native/cuda/build.sh"
-            subprocess.run(["sh", str(ROOT / script), str(library)], check=True, timeout=300)
+            fresh = library.with_suffix(".new.so")  # nobody loads a part of a file
+            subprocess.run(["sh", str(ROOT / script), str(fresh)], check=True, timeout=300)
+            fresh.replace(library)
     return library
 
 
