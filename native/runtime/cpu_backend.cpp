@@ -1,5 +1,4 @@
-// The CPU backend: the whole forward pass as one call, on the kernels of native/cpu. The order of operations is that of the
-// package's decoder (nn/decoder.py) with the same kernels, so the bits are the engine's.
+// The CPU backend: the whole forward pass as one call, on the kernels of native/cpu, so the bits are the engine's.
 #include <math.h>
 #include <sched.h>
 #include <string.h>
@@ -45,6 +44,10 @@ struct kilat_device_model {
 
   int64_t element_bytes() const { return dtype == KILAT_F32 ? 4 : 2; }
   int64_t kv_width() const { return desc.kv_heads * desc.head_dim; }
+  kilat_decoder decoder() const {
+    return {weights.layers.data(), desc.n_layers, desc.hidden, desc.inner, {desc.q_heads, desc.kv_heads, desc.head_dim, desc.rotary},
+            desc.norm_eps, desc.qk_norm_eps, dtype};
+  }
 };
 
 // Activations of a chunk: [kChunk or less, ...] each.
@@ -53,9 +56,10 @@ struct kilat_device_session {
   int64_t context, chunk;
   Region region;
   int64_t kv_bytes = 0, activation_bytes = 0, table_bytes = 0, logit_bytes = 0;
-  char *kv, *x, *residual, *normed, *qkv, *q, *attended, *gate_up, *inner, *logits;
+  char *kv, *x, *residual, *normed, *room, *logits;
   float *wide_logits, *cos_sin, *kept;  // kept: nullptr unless layers are kept
   int32_t *positions, *row_start, *kv_len, *page_table;
+  int64_t passing = 0;  // tokens of the pass that goes on now
 };
 
 namespace {
@@ -77,19 +81,16 @@ struct Cutter {
 int64_t cut(Session *s, Region *at, bool keep_layers) {
   const Model &m = *s->model;
   const kilat_model_desc &d = m.desc;
-  const int64_t e = m.element_bytes(), row = s->chunk * e, q = d.q_heads * d.head_dim;
+  const int64_t e = m.element_bytes(), row = s->chunk * e;
   s->kv_bytes = s->activation_bytes = s->table_bytes = s->logit_bytes = 0;
   Cutter c = {at};
   c.group = &s->kv_bytes;
   c.take(&s->kv, d.n_layers * 2 * s->context * m.kv_width() * e);
   c.group = &s->activation_bytes;
-  for (char **buffer : {&s->x, &s->residual, &s->normed}) c.take(buffer, row * d.hidden);
-  c.take(&s->qkv, row * (q + 2 * m.kv_width()));
-  c.take(&s->q, row * q);
-  c.take(&s->attended, row * q);
-  bool gated = kilat_gated_linear_can(m.weights.layers[0].gate_up);
-  c.take(&s->gate_up, gated ? 0 : row * 2 * d.inner);
-  c.take(&s->inner, row * d.inner);
+  for (char **buffer : {&s->x, &s->residual}) c.take(buffer, row * d.hidden);
+  c.take(&s->normed, d.hidden * e);
+  kilat_decoder decoder = m.decoder();
+  c.take(&s->room, kilat_layers_room(&decoder, s->chunk, 1));
   s->kept = nullptr;
   if (keep_layers) c.take(&s->kept, (d.n_layers + 1) * d.hidden * 4);
   c.group = &s->table_bytes;
@@ -120,103 +121,43 @@ void widen(const Session *s, const char *from, int64_t n, float *out) {
   widen_row(s->model->dtype == KILAT_F32 ? KILAT_TYPE_F32 : KILAT_TYPE_BF16, from, n, out);
 }
 
-// What enters layer `layer`, of the last of n tokens.
-void keep(Session *s, int64_t layer, const char *stream, int64_t n) {
+// What enters layer `layer`, of the last token that is passing.
+void keep(void *user, int64_t layer, const void *entering) {
+  Session *s = static_cast<Session *>(user);
   const Model &m = *s->model;
-  if (s->kept) widen(s, stream + (n - 1) * m.desc.hidden * m.element_bytes(), m.desc.hidden, s->kept + layer * m.desc.hidden);
+  const char *last = static_cast<const char *>(entering) + (s->passing - 1) * m.desc.hidden * m.element_bytes();
+  widen(s, last, m.desc.hidden, s->kept + layer * m.desc.hidden);
 }
 
-// One chunk of a prompt or one step, on its way through the layers.
-class Pass {
- public:
-  Pass(Session *s, int64_t n, int64_t first) : s_(*s), m_(*s->model), d_(m_.desc), cpu_(m_.owner.cpu), n_(n), first_(first) {
-    for (int64_t i = 0; i < n; i++) s_.positions[i] = int32_t(first + i);
-  }
-
-  // false when memory for scratch is exhausted. With `last` the logits of the last token are computed, otherwise only K and V.
-  bool run(bool last) {
-    const CpuWeights &w = m_.weights;
-    for (int64_t i = 0; i < d_.n_layers; i++) {
-      const CpuLayer &l = w.layers[size_t(i)];
-      enter(l.norm_in, i);
-      if (!keys_and_values(l, i)) return false;
-      // Past this point of the last layer only the last token matters, and only where logits are wanted.
-      if (i + 1 == d_.n_layers && !last) return true;
-      if (i + 1 == d_.n_layers) narrow();
-      if (!attend(l, i) || !mlp(l)) return false;
-    }
-    kilat_add_rms_norm(cpu_, m_.dtype, s_.x, d_.hidden, stream_, n_, d_.hidden, w.norm, d_.norm_eps, s_.normed);
-    keep(&s_, d_.n_layers, stream_, n_);
-    return kilat_linear_run(cpu_, w.head, s_.normed, d_.hidden, 1, s_.logits) == 0;
-  }
-
- private:
-  Session &s_;
-  Model &m_;
-  const kilat_model_desc &d_;
-  kilat_cpu *cpu_;
-  int64_t n_, first_;
-  char *stream_ = nullptr, *q_ = nullptr;  // of the tokens that are still on their way
-
-  void enter(const void *norm, int64_t layer) {
-    if (layer == 0) {
-      memcpy(s_.residual, s_.x, size_t(n_ * d_.hidden * m_.element_bytes()));
-      stream_ = s_.residual;
-      kilat_rms_norm(cpu_, m_.dtype, s_.x, d_.hidden, n_, d_.hidden, norm, d_.norm_eps, s_.normed);
-    } else {
-      kilat_add_rms_norm(cpu_, m_.dtype, s_.x, d_.hidden, stream_, n_, d_.hidden, norm, d_.norm_eps, s_.normed);
-    }
-    keep(&s_, layer, stream_, n_);
-  }
-
-  kilat_kv view(int64_t layer) const {
-    int64_t side = s_.context * m_.kv_width();
-    return {s_.kv + layer * 2 * side * m_.element_bytes(), 2 * side, side, m_.kv_width(), d_.head_dim, s_.context};
-  }
-
-  bool keys_and_values(const CpuLayer &l, int64_t layer) {
-    const int64_t width = d_.q_heads * d_.head_dim + 2 * m_.kv_width();
-    if (kilat_linear_run(cpu_, l.qkv, s_.normed, d_.hidden, n_, s_.qkv)) return false;
-    kilat_heads heads = {d_.q_heads, d_.kv_heads, d_.head_dim, d_.rotary};
-    kilat_kv kv = view(layer);
-    kilat_rope_write(cpu_, m_.dtype, s_.qkv, width, n_, &heads, s_.cos_sin, s_.positions, s_.positions, &kv, l.q_norm, l.k_norm,
-                     d_.qk_norm_eps, s_.q);
-    q_ = s_.q;
-    return true;
-  }
-
-  void narrow() {
-    q_ = s_.q + (n_ - 1) * d_.q_heads * d_.head_dim * m_.element_bytes();
-    stream_ += (n_ - 1) * d_.hidden * m_.element_bytes();
-    first_ += n_ - 1;
-    n_ = 1;
-  }
-
-  bool attend(const CpuLayer &l, int64_t layer) {
-    s_.row_start[0] = 0;
-    s_.row_start[1] = int32_t(n_);
-    s_.kv_len[0] = int32_t(first_ + n_);
-    s_.page_table[0] = 0;
-    kilat_heads heads = {d_.q_heads, d_.kv_heads, d_.head_dim, d_.rotary};
-    kilat_rows rows = {s_.row_start, s_.kv_len, s_.page_table, 1, 1};
-    kilat_kv kv = view(layer);
-    if (kilat_attention(cpu_, m_.dtype, q_, &heads, &kv, &rows, pow(double(d_.head_dim), -0.5), l.window, s_.attended))
-      return false;
-    if (kilat_linear_run(cpu_, l.o, s_.attended, d_.q_heads * d_.head_dim, n_, s_.x)) return false;
-    kilat_add_rms_norm(cpu_, m_.dtype, s_.x, d_.hidden, stream_, n_, d_.hidden, l.norm_mid, d_.norm_eps, s_.normed);
-    return true;
-  }
-
-  bool mlp(const CpuLayer &l) {
-    if (kilat_gated_linear_can(l.gate_up)) {
-      if (kilat_gated_linear_run(cpu_, l.gate_up, s_.normed, d_.hidden, n_, s_.inner)) return false;
-    } else {
-      if (kilat_linear_run(cpu_, l.gate_up, s_.normed, d_.hidden, n_, s_.gate_up)) return false;
-      kilat_silu_mul(cpu_, m_.dtype, s_.gate_up, 2 * d_.inner, n_, d_.inner, s_.inner);
-    }
-    return kilat_linear_run(cpu_, l.down, s_.inner, d_.inner, n_, s_.x) == 0;
-  }
-};
+// One chunk of a prompt or one step: n tokens from position `first` on. False when memory for scratch is exhausted. With `last` the
+// logits of the last token are computed, otherwise only K and V.
+bool pass(Session *s, int64_t n, int64_t first, bool last) {
+  const Model &m = *s->model;
+  const kilat_model_desc &d = m.desc;
+  for (int64_t i = 0; i < n; i++) s->positions[i] = int32_t(first + i);
+  s->row_start[0] = 0;
+  s->row_start[1] = int32_t(n);
+  s->kv_len[0] = int32_t(first + n);
+  s->page_table[0] = 0;
+  const int64_t side = s->context * m.kv_width();
+  kilat_pass p = {};
+  p.cos_sin = s->cos_sin;
+  p.positions = p.slots = s->positions;  // the session's keys and values are one page a layer
+  p.rows = {s->row_start, s->kv_len, s->page_table, 1, 1};
+  p.kv = {s->kv, 2 * side, side, m.kv_width(), d.head_dim, s->context};
+  p.layer_stride = 2 * side;
+  p.tokens = n;
+  p.wanted = last ? KILAT_LAST_OF_ROWS : KILAT_NO_TOKEN;
+  if (s->kept) p.seen = keep, p.user = s;
+  s->passing = n;
+  kilat_decoder decoder = m.decoder();
+  if (kilat_layers_run(m.owner.cpu, &decoder, &p, s->x, s->residual, s->room)) return false;
+  if (!last) return true;
+  s->passing = 1;
+  kilat_add_rms_norm(m.owner.cpu, m.dtype, s->x, d.hidden, s->residual, 1, d.hidden, m.weights.norm, d.norm_eps, s->normed);
+  if (s->kept) keep(s, d.n_layers, s->residual);
+  return kilat_linear_run(m.owner.cpu, m.weights.head, s->normed, d.hidden, 1, s->logits) == 0;
+}
 
 int sample(Session *s, const kilat_draw *draw, int32_t *next, kilat_failure *f) {
   const Model &m = *s->model;
@@ -239,7 +180,7 @@ int forward(Session *s, const int32_t *ids, int64_t n, int64_t first, const kila
   for (int64_t done = 0; done < n; done += s->chunk) {
     int64_t count = n - done < s->chunk ? n - done : s->chunk;
     embed(s, ids + done, count);
-    if (!Pass(s, count, first + done).run(done + count == n))
+    if (!pass(s, count, first + done, done + count == n))
       return kilat_fail(f, KILAT_NO_MEMORY, "no scratch memory for a forward pass");
   }
   return draw ? sample(s, draw, next, f) : int(KILAT_OK);

@@ -115,7 +115,7 @@ class Loader {
     if (!w_.gather_head) embedding();
     for (int64_t i = 0; i < d_.n_layers; i++) {
       const kilat_layer_desc &l = d_.layers[i];
-      CpuLayer &out = w_.layers[size_t(i)];
+      kilat_layer &out = w_.layers[size_t(i)];
       out.window = l.window;
       out.norm_in = vector(l.norm_in);
       out.norm_mid = vector(l.norm_mid);
@@ -188,8 +188,8 @@ class Loader {
 }  // namespace
 
 CpuWeights::~CpuWeights() {
-  for (CpuLayer &l : layers)
-    for (kilat_linear *w : {l.qkv, l.o, l.gate_up, l.down}) kilat_linear_free(w);
+  for (kilat_layer &l : layers)
+    for (const kilat_linear *w : {l.qkv, l.o, l.gate_up, l.down}) kilat_linear_free(const_cast<kilat_linear *>(w));
   kilat_linear_free(head);
 }
 

@@ -3,17 +3,11 @@
 
 #include <vector>
 
-#include "../cpu/kilat_cpu.h"
+#include "../cpu/kilat_layers.h"
 #include "backend.h"
 #include "region.h"
 
 namespace kilat {
-
-struct CpuLayer {
-  void *norm_in, *norm_mid, *q_norm, *k_norm;  // of the model's dtype; q_norm and k_norm may be null
-  kilat_linear *qkv, *o, *gate_up, *down;
-  int64_t window;
-};
 
 // Everything lies in one region; packed linears also own a few bytes of the heap each.
 struct CpuWeights {
@@ -26,7 +20,7 @@ struct CpuWeights {
   bool gather_head = false;  // the embedding is the head, and there is no second copy of it
   void *norm = nullptr;
   kilat_linear *head = nullptr;
-  std::vector<CpuLayer> layers;
+  std::vector<kilat_layer> layers;
   ~CpuWeights();
 };
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from kilat.ops import attention, fp8_linear, linear, rms_norm, rope_write, sample, silu_mul
 from kilat.ops.batch import StepBatch
 from kilat.ops.fp8_linear import Fp8Weight
+from kilat.ops.layers import Layers, LayerWeights
 from kilat.ops.linear import BlockWeight, LinearWeight
 from kilat.ops.rope_write import Heads, KvScale, QkNorm
 from kilat.ops.sample import Draws, Filter
@@ -67,6 +68,7 @@ class Kernels:
 
     ``name`` is what ``kilat doctor`` prints, ``why`` the reason this set was taken. ``batch_invariant`` is a promise of all of them.
     ``linear`` and ``gated_linear`` take what ``pack_linear`` and ``pack_fp8`` made. ``pack_fp8`` None: the set has no FP8 product.
+    ``bind_layers``: layers of one shape, and the epsilon of their norms, as one call; None where the ops are called one by one.
     ``fp8_kv``: ``rope_write`` and ``attention`` take a ``kv_scale``. ``quantized``: the same set, but ``rms_norm``, ``add_rms_norm``,
     ``attention`` and ``gated_linear`` give rows that are quantized already, which only its products with FP8 weights take.
     """
@@ -85,6 +87,7 @@ class Kernels:
     sample_rows: Callable[[Tensor, Sequence[Filter]], list[int]] = sample.sample_rows
     draw: Draw = sample.draw
     fused_gate: Callable[[Tensor, LinearWeight], Tensor] | None = None
+    bind_layers: Callable[[Sequence[LayerWeights], float], Layers] | None = None
     blocks: BlockOps | None = None
     pack_fp8: Callable[[Fp8Weight, Tensor | None], LinearWeight] | None = None
     fp8_kv: bool = False

@@ -33,6 +33,7 @@ _X86 = {
 _COMMON: dict[str, list[str]] = {
     "kilat_cpu.cpp": [],
     "arena.cpp": [],
+    "layers.cpp": [],
     "pack.cpp": [],
     "pool.cpp": [],
     "quant.cpp": [],

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kilat.base.errors import ConfigError, EngineError
 from kilat.ops.batch import StepBatch
+from kilat.ops.cpu.layers import BoundLayers
 from kilat.ops.cpu.library import (
     BF16,
     F32,
@@ -23,6 +24,7 @@ from kilat.ops.cpu.library import (
     load,
 )
 from kilat.ops.kernels import BlockOps, Kernels
+from kilat.ops.layers import Layers, LayerWeights
 from kilat.ops.linear import BlockWeight, LinearWeight
 from kilat.ops.rope_write import Heads, KvScale, QkNorm
 from kilat.ops.sample import Filter, uniform
@@ -63,6 +65,7 @@ def cpu_kernels(threads: int, why: str = "asked for", *, isa: int | None = None)
         greedy=ops.greedy,
         sample_rows=ops.sample_rows,
         fused_gate=ops.gated_linear,
+        bind_layers=ops.bind_layers,
         blocks=BlockOps(ops.block_types(), ops.pack_blocks, ops.gather),
     )
 
@@ -213,6 +216,9 @@ class CpuOps:
         ):
             raise EngineError("no memory for a matrix product")
         return out
+
+    def bind_layers(self, weights: Sequence[LayerWeights], eps: float) -> Layers:
+        return BoundLayers(self, self._library, self._context, _DTYPES, weights, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         n, h = x.shape

@@ -1,4 +1,4 @@
-"""ctypes declarations of native/cpu/kilat_cpu.h."""
+"""ctypes declarations of native/cpu/kilat_cpu.h and kilat_layers.h."""
 
 import ctypes
 from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
@@ -85,6 +85,8 @@ _SIGNATURES = {
     "kilat_sample_rows": (_I, [_P, _P, _L, _L, _L, _P, _P]),
     "kilat_rope_write": (None, [_P, _I, _P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _D, _P]),
     "kilat_attention": (_I, [_P, _I, _P, _P, _P, _P, _D, _L, _P]),
+    "kilat_layers_room": (_L, [_P, _L, _L]),
+    "kilat_layers_run": (_I, [_P, _P, _P, _P, _P, _P]),
 }
 
 
