@@ -19,6 +19,9 @@ class Draft:
     it. ``may_admit`` is off once pages have run out: whoever comes now would be in the way of those that run. ``aside``: waiting
     sessions that will find more of their prompt in the cache a step later. ``sources``: chains that ``copies`` read from; the plan owns
     them until it is committed, whatever becomes of their sessions.
+
+    Sums over the running sessions are made once, when :meth:`prefill` begins, and kept while it admits: ``promised`` is what
+    ``Roster.n_promised`` would say, ``computing`` are those with a full page of their prompt still to compute.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -31,6 +34,8 @@ class Draft:
         self.sources: list[list[int]] = []
         self.aside: set[Session] = set()
         self.prefilling: list[Session] = []
+        self.promised = 0
+        self.computing: list[Session] = []
         self.resting: Session | None = None
         self.may_admit = True
         self.n_prefill = 0
@@ -104,6 +109,9 @@ class Draft:
 
     def prefill(self, pace: Pace) -> None:
         """Chunks of prompts, in turn: of sessions that run already, and of waiting ones as long as they fit."""
+        if self.roster.waiting:
+            self.promised = self.roster.n_promised()
+            self.computing = [r for r in self.roster.running if r.is_computing_pages]
         n_left = self.roster.config.max_step_tokens - len(self.rows)
         budget = pace.prefill_tokens(len(self.rows), n_left, self.page_tokens)
         started = sorted(
@@ -129,8 +137,9 @@ class Draft:
     def _chunk(self, s: Session, table: PageTable, budget: int) -> int:
         """A row with as many of the next tokens of ``s`` as budget and pages allow; returns how many. Out of pages it waits: the
         pages it needs were counted when it was admitted, so those that took them will give them back."""
-        start = s.n_planned
+        start, n_pages = s.n_planned, len(table.pages)
         end = table.cover(min(len(s.tokens), start + budget))
+        self.promised -= len(table.pages) - n_pages
         if end <= start:
             return 0
         wants_logprobs = s.prompt_logprobs is not None and start < s.n_prompt - 1
@@ -160,15 +169,7 @@ class Draft:
         """Whether a running session, of no lower priority, computes the first full page of ``s`` that the cache does not have."""
         if s.table is not None or (s.parent is not None and s.parent.can_be_forked):
             return False
-        ahead = [
-            r.chain
-            for r in self.roster.running
-            if r.root == s.root
-            and r.rank[0] <= s.rank[0]
-            and r.table is not None
-            and r.table.n_sealed < len(r.chain)
-            and r.n_computed < len(r.tokens) - 1
-        ]
+        ahead = [r.chain for r in self.computing if r.root == s.root and r.rank[0] <= s.rank[0]]
         if not ahead:
             return False
         n_hits = len(self._hits(s))
@@ -202,13 +203,16 @@ class Draft:
 
     def _start(self, s: Session, table: PageTable, n_computed: int) -> PageTable:
         self.roster.start(s, table, n_computed)
+        self.promised += self.roster.n_promised_to(s)
+        if s.is_computing_pages:
+            self.computing.append(s)
         self.admitted.append(Admitted(s.id, list(s.tokens), s.n_prompt, s.params, s.seed))
         return table
 
     def _fits(self, s: Session, n_have: int) -> bool:
         """Whether the pool has what ``s`` needs beyond ``n_have`` pages, beside what the running sessions need."""
         n_taken = -(-len(s.tokens) // self.page_tokens) - n_have
-        return n_taken + self.roster.n_promised() <= self.roster.pool.n_available
+        return n_taken + self.promised <= self.roster.pool.n_available
 
     def _hits(self, s: Session) -> list[int]:
         """Pages that hold the start of the session's tokens."""

@@ -126,12 +126,13 @@ class Roster:
     def n_promised(self) -> int:
         """Pages that the running sessions need for their known tokens, and one more for each: with less left, the next steps would
         have to preempt somebody at once."""
-        page_tokens = self.config.page_tokens
-        return sum(
-            max(-(-len(s.tokens) // page_tokens) - len(s.table.pages), 0) + 1
-            for s in self.running
-            if s.table is not None
-        )
+        return sum(map(self.n_promised_to, self.running))
+
+    def n_promised_to(self, s: Session) -> int:
+        """The share of one of them."""
+        if s.table is None:
+            return 0
+        return max(-(-len(s.tokens) // self.config.page_tokens) - len(s.table.pages), 0) + 1
 
     def in_the_way(self) -> Session | None:
         """Who must give up its pages when nobody can go on: a parked session, or the youngest running one; None when pages of moves

@@ -86,6 +86,15 @@ class Session:
         return self.n_planned + 1 < self.n_end and self.record.params.grammar is None and not self.hand_over
 
     @property
+    def is_computing_pages(self) -> bool:
+        """Whether it has prompt tokens to compute that fill a page which others could then find."""
+        return (
+            self.table is not None
+            and self.table.n_sealed < len(self.chain)
+            and self.n_computed < len(self.tokens) - 1
+        )
+
+    @property
     def can_be_forked(self) -> bool:
         """Whether all prompt tokens but the last (which every sample computes itself) are in pages of this session."""
         return self.table is not None and self.n_computed >= self.n_prompt - 1
