@@ -6,6 +6,7 @@ Everything runs through ``Engine.submit`` and ``Engine.step``, as a worker does 
 """
 
 import argparse
+import gc
 import json
 import platform
 import subprocess
@@ -196,6 +197,7 @@ def start(a: argparse.Namespace) -> tuple[Engine, dict]:
     while not engine.step():
         pass
     first_token_s = time.perf_counter() - begin
+    gc.freeze()  # as in a worker
     drain(engine)
     compile_began, compiled_s, pauses = time.perf_counter(), 0.0, []
     while sum(pauses) < a.prepare_s:
