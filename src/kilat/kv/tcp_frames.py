@@ -15,6 +15,7 @@ import hmac
 import secrets
 import select
 import socket
+import struct
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ PROOF_BYTES = 32
 MAX_FRAME_BYTES = 4 << 20
 SLICE_S = 0.02
 """A waiting thread looks this often whether it is to stop."""
+_SLICE = struct.pack("@ll", 0, round(SLICE_S * 1e6))  # a timeval
 _IOV_MAX = 512
 
 _T = TypeVar("_T")
@@ -65,12 +67,12 @@ class Wire:
     """One connected socket. It belongs to one thread; ``shutdown`` may come from another."""
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
+        # The system waits, not this thread: it is asked once for many bytes, and comes back at the latest after a slice.
+        sock.setblocking(True)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, _SLICE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
-        self._polls = {event: select.poll() for event in (select.POLLIN, select.POLLOUT)}
-        for event, poll in self._polls.items():
-            poll.register(sock, event)
 
     def close(self) -> None:
         self._sock.close()
@@ -88,10 +90,10 @@ class Wire:
         """Send all parts, gathered by the system. Raises PeerError when the peer is gone or ``check`` says so."""
         left = [memoryview(p) for p in parts]
         while left:
+            check()
             try:
                 n = self._sock.sendmsg(left[:_IOV_MAX])
             except BlockingIOError:
-                self._wait(select.POLLOUT, check)
                 continue
             except OSError as e:
                 raise Broken(f"the connection to the peer broke ({type(e).__name__})") from e
@@ -101,10 +103,10 @@ class Wire:
         """Fill all parts, scattered by the system. Raises PeerError when the peer is gone or ``check`` says so."""
         left = list(parts)
         while left:
+            check()
             try:
-                n = self._sock.recvmsg_into(left[:_IOV_MAX])[0]
+                n = self._sock.recvmsg_into(left[:_IOV_MAX], 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
-                self._wait(select.POLLIN, check)
                 continue
             except OSError as e:
                 raise Broken(f"the connection to the peer broke ({type(e).__name__})") from e
@@ -112,12 +114,11 @@ class Wire:
                 raise Broken("the peer has closed the connection")
             left = _after(left, n)
 
-    def _wait(self, event: int, check: Check) -> None:
-        self._polls[event].poll(max(1, round(min(check(), SLICE_S) * 1000)))
-
     def wait_readable(self) -> None:
         """Block until there is something to read, or the connection is over."""
-        self._polls[select.POLLIN].poll()
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.poll()
 
     # -- frames ---------------------------------------------------------------------------------------------------------------------
 
