@@ -74,13 +74,10 @@ template <int kBlocks, class Keys>
 class Attend {
  public:
   // Starts to load the first keys and values.
-  __device__ explicit Attend(const Keys &of) : of_(of), lane_(thread_here() % 32), base_(of.begin() + of.warp() * 8) {
-    of_.load(base_, false, keys_), of_.load(base_, true, values_);
-#pragma unroll
-    for (int i = 0; i < kBlocks * 4; ++i)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) sum_[i][k] = 0;
-  }
+  __device__ explicit Attend(const Keys &of) : of_(of), lane_(thread_here() % 32) { start(); }
+
+  // The same of other keys.
+  __device__ void restart(const Keys &of) { of_ = of, start(); }
 
   __device__ void run(const Staged &staged) {
     const float scale = rsqrtf(float(of_.model().head_dim)) * 1.4426950408889634f;  // the softmax is in powers of two
@@ -123,6 +120,15 @@ class Attend {
 
  private:
   static constexpr int kHeld = held_groups(kBlocks * 32);
+
+  __device__ void start() {
+    base_ = of_.begin() + of_.warp() * 8, top_ = -INFINITY, total_ = 0;
+    of_.load(base_, false, keys_), of_.load(base_, true, values_);
+#pragma unroll
+    for (int i = 0; i < kBlocks * 4; ++i)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sum_[i][k] = 0;
+  }
 
   // The token's own key and value, if they are among the groups from base_ on.
   __device__ void take_own(const Staged &staged) {
@@ -203,12 +209,12 @@ class Attend {
     return i % 4 == 0 ? v.x : i % 4 == 1 ? v.y : i % 4 == 2 ? v.z : v.w;
   }
 
-  const Keys of_;
+  Keys of_;
   const int lane_;
   int base_;                // the first position of the groups that are held
   uint4 keys_[kHeld][kBlocks], values_[kHeld][kBlocks];
   float sum_[kBlocks * 4][4];  // heads by elements: of the upper and of the lower parts of probabilities
-  float top_ = -INFINITY, total_ = 0;
+  float top_, total_;
 };
 
 // Adds the parts (sums, then maximum and total, `stride` floats apart) that kParts warps have of element i: the sum, maximum and total.
