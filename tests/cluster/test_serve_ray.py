@@ -10,6 +10,7 @@ import psutil
 import pytest
 from ray_head import GONE_AFTER, RayHead, named
 from served import LONG, Served, Stream, alive, ask, errors_in, eventually, text_of
+from stream_wave import SETTINGS, ride
 
 RAY_S = 60.0
 """Ray starts a process of its own for an actor: seconds, and many of them on a busy machine."""
@@ -94,6 +95,18 @@ def test_workers_and_actors_that_are_killed_come_back_and_streams_go_on(
         timeout_s=RAY_S,
     )
     stuck.close()
+
+
+def test_actor_is_added_for_more_streams_and_ends_when_it_is_not_needed(
+    start: Start, streams: Streams, ray_head: RayHead
+) -> None:
+    server = start(
+        **SETTINGS, ray={"address": ray_head.address}, env={"RAY_AUTH_MODE": "disabled", **GONE_AFTER}
+    )
+    ride(server, streams, start_s=RAY_S)
+    eventually(
+        lambda: len(named(ray_head.root, "ray::WorkerHost")) == 1, "its actor is gone", timeout_s=RAY_S
+    )
 
 
 def test_streams_do_not_notice_the_end_of_ray_and_workers_come_back_with_it(
