@@ -194,6 +194,26 @@ def _serve(parser: Parser) -> None:
         metavar="D",
         help="workers that go on after the first token, undisturbed by long prompts (needs --prefill)",
     )
+    _targets(parser)
+    _caches(parser)
+    add("--served-model-name", metavar="NAME", help="name that clients use (default: MODEL's)")
+    add(
+        "--drain-timeout",
+        type=number(0, 86400),
+        default=30.0,
+        metavar="S",
+        help="seconds that running requests get after SIGTERM (default 30)",
+    )
+    ray = parser.add_argument_group("workers on many hosts (pip install 'kilat[ray]')")
+    for flag, kwargs in ray_flags():
+        ray.add_argument(flag, **kwargs)
+    # For commands that start a server: it must not outlive them, however they die.
+    add("--stop-at-stdin-end", action="store_true", help=argparse.SUPPRESS)
+    _engine(parser)
+
+
+def _targets(parser: Parser) -> None:
+    add = parser.add_argument
     for flag, text in (
         ("--ttft-slo", "target of the time to the first token"),
         ("--tpot-slo", "target of the time per token after it"),
@@ -211,21 +231,6 @@ def _serve(parser: Parser) -> None:
         metavar="N",
         help="with both targets: add workers while the traffic needs them, up to N in all, and end those that it no longer needs",
     )
-    _caches(parser)
-    add("--served-model-name", metavar="NAME", help="name that clients use (default: MODEL's)")
-    add(
-        "--drain-timeout",
-        type=number(0, 86400),
-        default=30.0,
-        metavar="S",
-        help="seconds that running requests get after SIGTERM (default 30)",
-    )
-    ray = parser.add_argument_group("workers on many hosts (pip install 'kilat[ray]')")
-    for flag, kwargs in ray_flags():
-        ray.add_argument(flag, **kwargs)
-    # For commands that start a server: it must not outlive them, however they die.
-    add("--stop-at-stdin-end", action="store_true", help=argparse.SUPPRESS)
-    _engine(parser)
 
 
 def _caches(parser: Parser) -> None:

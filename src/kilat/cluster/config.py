@@ -165,28 +165,9 @@ def check(config: ServeConfig) -> None:
         raise ConfigError("an API key is given twice")
     if not config.served_model_name:
         raise ConfigError("the served model name is empty")
-    for name, n in (("workers", config.workers), ("prefill", config.prefill), ("decode", config.decode)):
-        if not 0 <= n <= MAX_WORKERS:
-            raise ConfigError(f"{name} is {n}, allowed 0 to {MAX_WORKERS}")
-    if not config.workers and not (config.prefill and config.decode):
-        raise ConfigError(
-            f"{config.prefill} prefill and {config.decode} decode workers: at least one of each is needed, "
-            "or --workers that do both"
-        )
+    _check_workers(config)
     if config.ray is not None:
         _check_ray(config.ray)
-    if (config.ttft_slo_s is None) != (config.tpot_slo_s is None):
-        raise ConfigError(
-            "a target is given for one of ttft and tpot only: shares are weighed by both, so give both"
-        )
-    if config.max_workers and (config.ttft_slo_s is None or config.tpot_slo_s is None):
-        raise ConfigError(
-            "max_workers is set without targets of ttft and tpot, which say when more are needed"
-        )
-    if config.max_workers and not config.n_workers <= config.max_workers <= MAX_WORKERS:
-        raise ConfigError(
-            f"max_workers is {config.max_workers}, allowed {config.n_workers} (the workers of the beginning) to {MAX_WORKERS}"
-        )
     if config.disk_cache_gb and not config.disk_cache_dir:
         raise ConfigError("disk_cache_gb is set and disk_cache_dir is not: name a folder for the pages")
     positive = (
@@ -217,6 +198,29 @@ def check(config: ServeConfig) -> None:
     ):
         if not value >= 0:
             raise ConfigError(f"{name} is {value:g}, it must be 0 or more")
+
+
+def _check_workers(config: ServeConfig) -> None:
+    for name, n in (("workers", config.workers), ("prefill", config.prefill), ("decode", config.decode)):
+        if not 0 <= n <= MAX_WORKERS:
+            raise ConfigError(f"{name} is {n}, allowed 0 to {MAX_WORKERS}")
+    if not config.workers and not (config.prefill and config.decode):
+        raise ConfigError(
+            f"{config.prefill} prefill and {config.decode} decode workers: at least one of each is needed, "
+            "or --workers that do both"
+        )
+    if (config.ttft_slo_s is None) != (config.tpot_slo_s is None):
+        raise ConfigError(
+            "a target is given for one of ttft and tpot only: shares are weighed by both, so give both"
+        )
+    if config.max_workers and (config.ttft_slo_s is None or config.tpot_slo_s is None):
+        raise ConfigError(
+            "max_workers is set without targets of ttft and tpot, which say when more are needed"
+        )
+    if config.max_workers and not config.n_workers <= config.max_workers <= MAX_WORKERS:
+        raise ConfigError(
+            f"max_workers is {config.max_workers}, allowed {config.n_workers} (the workers of the beginning) to {MAX_WORKERS}"
+        )
 
 
 def _check_ray(ray: RayConfig) -> None:
