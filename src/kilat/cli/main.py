@@ -180,20 +180,15 @@ def _serve(parser: Parser) -> None:
         metavar="N",
         help="processes that each run the model, on their own part of the cores (default 1, or 0 with --prefill and --decode)",
     )
-    add(
-        "--prefill",
-        type=integer(0, 256),
-        default=0,
-        metavar="P",
-        help="workers that compute long prompts and hand them over (needs --decode)",
-    )
-    add(
-        "--decode",
-        type=integer(0, 256),
-        default=0,
-        metavar="D",
-        help="workers that go on after the first token, undisturbed by long prompts (needs --prefill)",
-    )
+    for flag, name, text in (
+        ("--prefill", "P", "workers that compute long prompts and hand them over (needs --decode)"),
+        (
+            "--decode",
+            "D",
+            "workers that go on after the first token, undisturbed by long prompts (needs --prefill)",
+        ),
+    ):
+        add(flag, type=integer(0, 256), default=0, metavar=name, help=text)
     _targets(parser)
     _caches(parser)
     add("--served-model-name", metavar="NAME", help="name that clients use (default: MODEL's)")
