@@ -96,7 +96,6 @@ class WorkerState:
             draining=not self.takes_sessions,
             seen_s=self.heard_at_s,
             max_running=hello.max_num_seqs if hello is not None else 0,
-            queued_pages=-(-load.queued_prompt_tokens // hello.page_tokens) if hello is not None else 0,
         )
 
 

@@ -91,11 +91,6 @@ class Costs:
             n += n - w.max_running + w.max_running // 2  # it would wait for a place
         return (n + 1) * self.config.session_steps * step_s / (w.decode_weight or 1.0)
 
-    def writes_sooner(self, w: WorkerView) -> bool:
-        """Whether ``w`` would write all of a short answer, beside prompts, in less time than another takes to read the prompt's pages."""
-        n, step_s = self.request.n_answer, self.config.target_step_s or w.step_s or self._mean_step_s
-        return n is not None and n <= self.config.short_answer_tokens and n * step_s < self.hand_over_s(0)
-
     def hand_over_s(self, n_held: int) -> float:
         """Moving the prompt's pages to a decode worker that holds ``n_held`` of them."""
         n_pages = -(-self.request.n_prompt // self.request.page_tokens)

@@ -109,10 +109,6 @@ class Router:
             reason = self._stays(w, prefills[w.worker_id], computing, queued)
             if reason is not None:
                 options.append(_Option(w, None, prefills[w.worker_id], costs.decode_s(w), 0.0, reason))
-        for w in computing:
-            if w not in decoding and costs.writes_sooner(w):
-                reason = f"writes {costs.request.n_answer} tokens sooner than they could move"
-                options.append(_Option(w, None, prefills[w.worker_id], costs.decode_s(w), 0.0, reason))
         # with many workers only the best of each side are paired: the two costs add up, so no better pair is missed
         takers = nsmallest(
             BEST,

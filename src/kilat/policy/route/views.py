@@ -14,7 +14,7 @@ class WorkerView:
     tokens it has been given and has not computed; all three include what was sent to it since its last status (see ``Loads``).
     ``free_pages`` counts pages that a new session can take: free and cached ones. ``prefill_tokens_per_s``, ``step_s`` (a step
     that only decodes its running sessions) and ``row_s`` (what one more adds to it) are measured; 0 means not known. ``seen_s`` is when it was last heard of, on the clock of ``now_s``.
-    ``max_running``: sessions it runs at once, 0 for not known. ``queued_pages``: that the queued prompt tokens will take.
+    ``max_running``: sessions it runs at once, 0 for not known.
     """
 
     worker_id: str
@@ -31,21 +31,18 @@ class WorkerView:
     draining: bool = False
     seen_s: float = 0.0
     max_running: int = 0
-    queued_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
     """A request that needs workers: ``names`` are those of the full pages of its first ``n_prompt - 1`` tokens (the last token is always
-    computed), with its tenant's salt in them. ``salt`` is only shown in the explanation. ``n_answer``: tokens it will write at most, None for
-    not known."""
+    computed), with its tenant's salt in them. ``salt`` is only shown in the explanation."""
 
     session_id: str
     n_prompt: int
     names: Sequence[bytes]
     page_tokens: int
     salt: str = ""
-    n_answer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
