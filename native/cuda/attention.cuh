@@ -1,37 +1,14 @@
 // attention.cuh: norm and rotation of queries and keys, and a warp's share of attention.
 //
-// A context is cut into spans, a span into groups of eight keys that go to the warps in turn. Spans depend on the token's position only, and
-// the order of all sums on the span, so a token gets the same bits alone (attention_item.cuh) and in a prompt (prompt_attention.cuh). Both
-// products run on the tensor cores; probabilities are split into two bf16 numbers, which are rows h and h + 8 of the left operand, so
-// they keep sixteen bits.
+// The order of all sums depends on the span only (span.cuh), so a token gets the same bits alone (attention_item.cuh) and in a prompt
+// (prompt_attention.cuh). Both products run on the tensor cores; probabilities are split into two bf16 numbers, which are rows h and
+// h + 8 of the left operand, so they keep sixteen bits.
 #pragma once
 
 #include "exchange.cuh"
+#include "span.cuh"
 
 namespace kilat_cuda {
-
-constexpr int kHeads = 8;             // query heads of an item
-constexpr int kGroupKeys = kWarps * 8;  // of a group of every warp
-
-// Positions that one item covers.
-struct Span {
-  int splits, begin, end;
-};
-
-__device__ inline Span span_of(int position, int window, int max_splits, int split) {
-  const int from = window > 0 ? max(0, position + 1 - window) : 0, n = position + 1 - from;
-  const int size = max(32, ((n + max_splits - 1) / max_splits + 31) / 32 * 32);
-  Span s;
-  s.splits = (n + size - 1) / size;
-  s.begin = from + split * size;
-  s.end = min(s.begin + size, position + 1);
-  return s;
-}
-
-// Keys of a K/V head, its values `context` positions further.
-__device__ inline __nv_bfloat16 *page_of(const ModelView &m, const SessionView &s, int layer, int kv_head) {
-  return s.kv + (int64_t(layer) * m.kv_heads + kv_head) * 2 * s.context * m.head_dim;
-}
 
 // One warp: a head of `from` (load(i): element i as the upper half of a word; wrong(word): 0 once it is there; `tag`: such a word),
 // normalized if `norm`, and rotated if `rope`, rounded to bf16, to `to` and, if `page`, to global memory. All
@@ -92,19 +69,15 @@ struct Staged {
 };
 
 // A warp's keys of an item: lane 4 g + t has of key g of a group elements 8 t ... 8 t + 7 of every 32 (the order of the weights,
-// layout.h), and of head g the scores of keys 2 t and 2 t + 1.
+// layout.h), and of head g the scores of keys 2 t and 2 t + 1. `Keys` knows of which positions and brings them, a round's keys first.
 template <int kBlocks, class Keys>
 class Attend {
  public:
-  // Starts to load the first keys and values; `page` has the keys of the K/V head.
-  __device__ Attend(const Keys &of, const __nv_bfloat16 *page)
-      : of_(of), page_(page), lane_(thread_here() % 32), base_(of.begin() + of.warp() * 8) {
-    load(page_, keys_), load(value_page(), values_);
-#pragma unroll
-    for (int i = 0; i < kBlocks * 4; ++i)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) sum_[i][k] = 0;
-  }
+  // Starts to load the first keys and values.
+  __device__ explicit Attend(const Keys &of) : of_(of), lane_(thread_here() % 32) { start(); }
+
+  // The same of other keys.
+  __device__ void restart(const Keys &of) { of_ = of, start(); }
 
   __device__ void run(const Staged &staged) {
     const float scale = rsqrtf(float(of_.model().head_dim)) * 1.4426950408889634f;  // the softmax is in powers of two
@@ -117,7 +90,7 @@ class Attend {
       const int base = base_;
       base_ += kHeld * kGroupKeys;
       const bool more = base_ < of_.end();
-      if (more) load(page_, keys_);
+      if (more) of_.load(base_, false, keys_);
 #pragma unroll
       for (int o = 0; o < kHeld; ++o) {
         const int first = base + o * kGroupKeys + lane_ % 4 * 2;
@@ -125,7 +98,7 @@ class Attend {
         score[o][1] = first + 1 < of_.limit() ? score[o][1] * scale : -INFINITY;
       }
       add_values(score);
-      if (more) load(value_page(), values_);
+      if (more) of_.load(base_, true, values_);
     }
   }
 
@@ -146,23 +119,15 @@ class Attend {
   }
 
  private:
-  static constexpr int kHeld = kBlocks <= 2 ? 4 : kBlocks <= 4 ? 2 : 1;  // groups whose keys and values a warp has in registers
+  static constexpr int kHeld = held_groups(kBlocks * 32);
 
-  __device__ const __nv_bfloat16 *value_page() const { return page_ + int64_t(of_.context()) * of_.model().head_dim; }
-
-  // The older rows of the groups from base_ on; zeros for all others.
-  __device__ void load(const __nv_bfloat16 *page, uint4 (&to)[kHeld][kBlocks]) const {
-    const int at = lane_ % 4 * 8, dim = of_.model().head_dim, end = of_.stored();
+  __device__ void start() {
+    base_ = of_.begin() + of_.warp() * 8, top_ = -INFINITY, total_ = 0;
+    of_.load(base_, false, keys_), of_.load(base_, true, values_);
 #pragma unroll
-    for (int o = 0; o < kHeld; ++o) {
-      const int position = base_ + o * kGroupKeys + lane_ / 4;
-      const __nv_bfloat16 *from = page + int64_t(position) * dim + at;
+    for (int i = 0; i < kBlocks * 4; ++i)
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        const bool on = position < end && j * 32 + at < dim;
-        to[o][j] = on ? *reinterpret_cast<const uint4 *>(from + j * 32) : make_uint4(0, 0, 0, 0);
-      }
-    }
+      for (int k = 0; k < 4; ++k) sum_[i][k] = 0;
   }
 
   // The token's own key and value, if they are among the groups from base_ on.
@@ -244,13 +209,12 @@ class Attend {
     return i % 4 == 0 ? v.x : i % 4 == 1 ? v.y : i % 4 == 2 ? v.z : v.w;
   }
 
-  const Keys of_;
-  const __nv_bfloat16 *page_;
+  Keys of_;
   const int lane_;
   int base_;                // the first position of the groups that are held
   uint4 keys_[kHeld][kBlocks], values_[kHeld][kBlocks];
   float sum_[kBlocks * 4][4];  // heads by elements: of the upper and of the lower parts of probabilities
-  float top_ = -INFINITY, total_ = 0;
+  float top_, total_;
 };
 
 // Adds the parts (sums, then maximum and total, `stride` floats apart) that kParts warps have of element i: the sum, maximum and total.

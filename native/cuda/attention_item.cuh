@@ -1,52 +1,13 @@
 // attention_item.cuh: attention of a single token, with the context split over blocks.
 //
-// An item is (up to eight query heads of one K/V head, a span of positions). Keys and values that are older than the pass are on their way
-// to registers before the item waits for its queries. Little code matters here as much as little work: every instruction of it runs once
-// per layer, out of a cold instruction cache.
+// Keys and values that are older than the pass come with the stream of weights, and are in registers before the item waits for its
+// queries. Little code matters here as much as little work: every instruction of it runs once per layer, out of a cold instruction cache.
 #pragma once
 
 #include "attention.cuh"
+#include "stream.cuh"
 
 namespace kilat_cuda {
-
-struct AttentionItem {
-  int group, split;       // number of the heads' group, number of the span
-  int kv_head, first_head, heads;
-  Span span;              // of a layer
-  __device__ bool exists() const { return split < span.splits; }
-};
-
-__device__ inline int head_groups(const ModelView &m) { return m.kv_heads * ((m.q_heads / m.kv_heads + kHeads - 1) / kHeads); }
-
-// Item `number` without its span.
-__device__ inline AttentionItem item_of(const Step &step, int number) {
-  const ModelView &m = step.model;
-  const int per_kv = m.q_heads / m.kv_heads, subs = (per_kv + kHeads - 1) / kHeads;
-  AttentionItem t{};
-  t.split = number % step.session.max_splits, t.group = number / step.session.max_splits;
-  t.kv_head = t.group / subs;
-  t.first_head = t.kv_head * per_kv + t.group % subs * kHeads;
-  t.heads = min(kHeads, (t.kv_head + 1) * per_kv - t.first_head);
-  return t;
-}
-
-__device__ inline void set_span(const Step &step, int layer, AttentionItem &t) {
-  const int window = step.model.windows ? step.model.windows[layer] : 0;
-  Span span = span_of(step.position, window, step.session.max_splits, t.split);
-  if (t.group >= head_groups(step.model)) span.splits = 0;
-  t.span = span;
-}
-
-// Old keys and values of a span to the device's cache: they do not wait for this step.
-__device__ inline void look_ahead(const Step &step, int layer, const AttentionItem &t) {
-  const int dim = step.model.head_dim, n = max(0, min(t.span.end, step.position) - t.span.begin) * dim * 2;
-  const char *from = reinterpret_cast<const char *>(page_of(step.model, step.session, layer, t.kv_head) + int64_t(t.span.begin) * dim);
-  const int64_t side = int64_t(step.session.context) * dim * 2;
-#pragma unroll 1
-  for (int at = thread_here() * 128; at < n; at += kThreads * 128) {
-    prefetch_line(from + at), prefetch_line(from + side + at);
-  }
-}
 
 // Where a head's numbers come from: words with a tag, which are waited for.
 struct TaggedHead {
@@ -80,14 +41,42 @@ struct ItemKeys {
   static constexpr bool kOwn = true;  // the span's last key may not be in the pages yet
   const Step &step;
   const AttentionItem &t;
+  Stream &stream;
   __device__ const ModelView &model() const { return step.model; }
-  __device__ int context() const { return step.session.context; }
   __device__ int warp() const { return thread_here() / 32; }
   __device__ int begin() const { return t.span.begin; }
   __device__ int end() const { return t.span.end; }
-  __device__ int stored() const { return min(t.span.end, step.position); }  // keys before this are in the pages
+  __device__ int stored() const { return stored_end(step, t.span); }
   __device__ int queries() const { return t.heads; }
   __device__ int limit() const { return t.span.end; }  // keys before this are seen by the lane's query, number lane / 4
+
+  // The stored rows of the round from `base` on, zeros for all others. Odd rows are read by pairs of blocks the other way round: eight
+  // lanes that read two rows then meet all banks.
+  template <int kHeld, int kBlocks>
+  __device__ void load(int base, bool values, uint4 (&to)[kHeld][kBlocks]) const {
+    const int end = stored(), dim = step.model.head_dim, row = thread_here() % 32 / 4, at = thread_here() % 4 * 8, odd = row % 2;
+#pragma unroll
+    for (int o = 0; o < kHeld; ++o)
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) to[o][j] = make_uint4(0, 0, 0, 0);
+    if (base >= end) return;
+    const bool apart = past_is_cut(step);
+    uint32_t from = stream.wait(step) + (row * dim + at) * 2;
+    if (values && !apart) from += round_bytes(dim);
+#pragma unroll
+    for (int o = 0; o < kHeld; ++o) {
+      if (base + o * kGroupKeys + row >= end) continue;
+#pragma unroll
+      for (int j = 0; j < kBlocks; j += 2) {
+        const int first = (j + odd) * 32, second = (j + 1 - odd) * 32;
+        uint4 a = make_uint4(0, 0, 0, 0), b = a;
+        if (first + at < dim) a = load_shared(from + (o * 8 * dim + first) * 2);
+        if (second + at < dim) b = load_shared(from + (o * 8 * dim + second) * 2);
+        to[o][j] = odd ? b : a, to[o][j + 1] = odd ? a : b;
+      }
+    }
+    if (values || apart) stream.release(step);
+  }
 };
 
 // Where an item's result goes: words, or where the context has several spans, this span's part [kHeads, dim] of those of all spans.
@@ -164,7 +153,8 @@ __device__ inline void add_spans(const Step &step, const AttentionItem &t, const
 // One item, which exists. The layer's qkv words have the tag `tag` (of which words take 16 bits); results have tag + 1. `work` is shared
 // memory of `work_bytes`.
 template <int kBlocks>
-__device__ inline void attend_item(const Step &step, int layer, const AttentionItem &t, unsigned tag, char *work, int work_bytes) {
+__device__ inline void attend_item(const Step &step, int layer, const AttentionItem &t, unsigned tag, Stream &stream, char *work,
+                                   int work_bytes) {
   const ModelView &m = step.model;
   const SessionView &s = step.session;
   const int dim = m.head_dim, part = dim + 2;
@@ -173,7 +163,7 @@ __device__ inline void attend_item(const Step &step, int layer, const AttentionI
   staged.key = staged.queries + kHeads * dim, staged.value = staged.key + dim;
   float *parts = reinterpret_cast<float *>(staged.value + dim);
   const int at_once = (work_bytes - int(reinterpret_cast<char *>(parts) - work)) / (kWarps * part * 4);
-  Attend<kBlocks, ItemKeys> attend({step, t}, page_of(m, s, layer, t.kv_head));
+  Attend<kBlocks, ItemKeys> attend({step, t, stream});
   stage_heads<kBlocks>(step, layer, t, tag & 0xffffu, staged);
   sync_threads();
   const Result result{s.attended + (int64_t(layer % 2) * m.q_heads + t.first_head) * dim,
@@ -187,18 +177,22 @@ __device__ inline void attend_item(const Step &step, int layer, const AttentionI
     add_spans<4>(step, t, result);
 }
 
-// Of large heads; apart, for it takes more registers than the layers have to spare.
-__device__ __noinline__ void attend_large(const Step &step, int layer, const AttentionItem &t, unsigned tag, char *work, int work_bytes) {
-  attend_item<8>(step, layer, t, tag, work, work_bytes);
+// Of large heads; apart, for it takes more registers than the layers have to spare. The stream comes and goes as a copy: what others may
+// point to would not be in registers.
+__device__ __noinline__ Stream attend_large(const Step &step, int layer, const AttentionItem &t, unsigned tag, Stream stream, char *work,
+                                            int work_bytes) {
+  attend_item<8>(step, layer, t, tag, stream, work, work_bytes);
+  return stream;
 }
 
-__device__ inline void attend_item(const Step &step, int layer, const AttentionItem &t, unsigned tag, char *work, int work_bytes) {
+__device__ inline void attend_item(const Step &step, int layer, const AttentionItem &t, unsigned tag, Stream &stream, char *work,
+                                   int work_bytes) {
   if (step.model.head_dim <= 64)
-    attend_item<2>(step, layer, t, tag, work, work_bytes);
+    attend_item<2>(step, layer, t, tag, stream, work, work_bytes);
   else if (step.model.head_dim <= 128)
-    attend_item<4>(step, layer, t, tag, work, work_bytes);
+    attend_item<4>(step, layer, t, tag, stream, work, work_bytes);
   else
-    attend_large(step, layer, t, tag, work, work_bytes);
+    stream = attend_large(step, layer, t, tag, stream, work, work_bytes);
 }
 
 }  // namespace kilat_cuda

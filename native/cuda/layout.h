@@ -61,6 +61,11 @@ __device__ inline int64_t bf16_pair_at(int units, int64_t row, int k) {
   return (row / kTileRows * units + k / 64) * 2048 + step * 512 + lane * 16 + word * 4;
 }
 
+// Groups of eight keys that a warp attends to in a round: their keys and values are in its registers (span.cuh).
+__host__ __device__ constexpr int held_groups(int head_dim) { return head_dim <= 64 ? 4 : head_dim <= 128 ? 2 : 1; }
+// Of the keys, or of the values, of a round.
+__host__ __device__ constexpr int round_bytes(int head_dim) { return held_groups(head_dim) * 8 * head_dim * 2; }
+
 // The matrices of a layer in the order in which they are read, and the head.
 enum Kind : int { kQkv = 0, kOut = 1, kGateUp = 2, kDown = 3, kHead = 4 };
 constexpr int kLayerMatrices = 4;

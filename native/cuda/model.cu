@@ -135,6 +135,7 @@ class Builder {
   // Cuts the shared memory of a block into rings and work space.
   int fit() {
     int units = 0, dim = v_.head_dim;
+    m_.slot_bytes = round_bytes(dim);
     for (const Shape &s : v_.shape) units = std::max(units, s.units);
     for (int format : formats_) m_.slot_bytes = std::max(m_.slot_bytes, (1 << chunk_shift(format, v_.narrow)) * unit_bytes(format));
     const int vector = units * kUnitColumns * 2 + 2048;  // and the sums of two tiles

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const __grid_constant_
   attend_queries<kBlocks>(p, layer, block % heads, block / heads * most, most, shared_memory());
 }
 
-using Product = void (*)(Prompt, int, MatrixPlace, int);
+using Product = void (*)(Prompt, int, MatrixPlace, int, int);
 using Attention = void (*)(Prompt, int, int);
 constexpr Product kProducts[4][2] = {{product_kernel<kBf16, 1>, product_kernel<kBf16, 2>},
                                      {product_kernel<kFp8, 1>, product_kernel<kFp8, 2>},
@@ -65,7 +65,7 @@ constexpr int kNormBytes = kWarps * 4;
 
 // Units that are in shared memory or on their way to it; less than two are too few for a product.
 int stages_of(int format, int tiles, int shared_limit) {
-  return std::min(4, (shared_limit - total_bytes(tiles)) / stage_bytes(format, tiles));
+  return std::min(kMostStages, (shared_limit - total_bytes(tiles)) / stage_bytes(format, tiles));
 }
 
 // Launches in order on a stream, until one fails.
@@ -88,7 +88,10 @@ class Launcher {
     // the larger block is the faster one per row, unless it leaves more of the device idle
     const bool large = stages_of(format, 2, fit_.shared_limit) >= 2 && 20 * rounds(2) <= 11 * rounds(1);
     const int tiles = large ? 2 : 1, stages = stages_of(format, tiles, fit_.shared_limit);
-    run(kProducts[format][tiles - 1], blocks(tiles), stages * stage_bytes(format, tiles) + total_bytes(tiles), p_, index, matrix, stages);
+    int parts = 1;  // blocks that share the columns
+    while (!large && parts < kWarps && blocks(1) * parts * 2 <= fit_.blocks) parts *= 2;
+    run(kProducts[format][tiles - 1], blocks(tiles) * parts, stages * stage_bytes(format, tiles) + total_bytes(tiles), p_, index, matrix, stages,
+        parts);
   }
 
   void attend(int layer) {
@@ -115,7 +118,7 @@ class Launcher {
 }  // namespace
 
 PromptFit fit_prompt(const ModelView &model, const MatrixPlace *matrices, int blocks, int shared_limit, int max_splits) {
-  PromptFit fit{blocks, shared_limit, kHeads};
+  PromptFit fit{blocks, shared_limit, kHeads, blocks / 2, int64_t(blocks / 2) * kWarps * total_bytes(1) / 4};
   while (fit.attention_queries > 0 && attention_bytes(model.head_dim, fit.attention_queries, max_splits) > shared_limit) --fit.attention_queries;
   for (int i = 0; i < model.layers * kLayerMatrices; ++i)
     if (stages_of(matrices[i].format(), 1, shared_limit) < 2) fit.attention_queries = 0;

@@ -22,6 +22,8 @@ struct Prompt {
   __nv_bfloat16 *qkv;       // [rows, (q_heads + 2 kv_heads) * head_dim]
   __nv_bfloat16 *attended;  // [rows, q_heads * head_dim]
   __nv_bfloat16 *gated;     // [rows, inner]; lies where qkv and attended do
+  float *sums;              // of products whose columns several blocks share: PromptFit.sums
+  unsigned *arrived;        // blocks of each group of those, counted and counted back to 0: [PromptFit.groups]
   unsigned tag;             // of the words of the last token that the head will read
 };
 
@@ -30,6 +32,8 @@ struct PromptFit {
   int blocks;             // processors
   int shared_limit;       // bytes of shared memory that a block can have
   int attention_queries;  // that a block attends with; 0: shared memory does not do
+  int groups;             // of blocks that may share a product's columns
+  int64_t sums;           // floats that those groups leave for each other
 };
 
 // `matrices` [layers * 4] is host memory here and below; contexts are cut into at most `max_splits` spans.

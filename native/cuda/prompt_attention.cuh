@@ -62,15 +62,30 @@ __device__ inline Queries queries_from(const Prompt &p, int window, int number, 
 struct SpanKeys {
   static constexpr bool kOwn = false;
   const ModelView *m;
-  int held, warp_, begin_, end_, queries_, limit_;
+  const __nv_bfloat16 *page;
+  int context, warp_, begin_, end_, queries_, limit_;
   __device__ const ModelView &model() const { return *m; }
-  __device__ int context() const { return held; }
   __device__ int warp() const { return warp_; }
   __device__ int begin() const { return begin_; }
   __device__ int end() const { return end_; }
-  __device__ int stored() const { return end_; }
   __device__ int queries() const { return queries_; }
   __device__ int limit() const { return limit_; }
+
+  // The rows of the round from `base` on; zeros beyond the end.
+  template <int kHeld, int kBlocks>
+  __device__ void load(int base, bool values, uint4 (&to)[kHeld][kBlocks]) const {
+    const int lane = threadIdx.x % 32, at = lane % 4 * 8, dim = m->head_dim;
+#pragma unroll
+    for (int o = 0; o < kHeld; ++o) {
+      const int position = base + o * kGroupKeys + lane / 4;
+      const __nv_bfloat16 *from = page + (int64_t(values ? context : 0) + position) * dim + at;
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        const bool on = position < end_ && j * 32 + at < dim;
+        to[o][j] = on ? *reinterpret_cast<const uint4 *>(from + j * 32) : make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
 };
 
 // Shared memory of a block: queries [8, dim] bf16; of each warp and each query sums, maximum and total [dim + 2]; the same of each span.
@@ -78,16 +93,28 @@ __host__ __device__ constexpr int attention_bytes(int dim, int queries, int spli
   return kHeads * dim * 2 + (kWarps + splits) * queries * (dim + 2) * 4;
 }
 
-// The sums of the spans first ... first + n - 1, on kParts warps each.
+// The sums of the spans first ... first + n - 1, on kParts warps each, as add_parts gives them; four elements at a time.
 template <int kParts>
 __device__ inline void add_span_warps(const float *parts, float *spans, int first, int n, int queries, int dim) {
-  const int part = dim + 2;
-  for (int e = threadIdx.x; e < n * queries * dim; e += kThreads) {
-    const int i = e % dim, query = e / dim % queries, span = e / dim / queries;
-    const float3 r = add_parts<kParts>(parts + (span * kParts * queries + query) * part, queries * part, dim, i);
+  const int part = dim + 2, quads = dim / 4, stride = queries * part;
+  for (int e = threadIdx.x; e < n * queries * quads; e += kThreads) {
+    const int i = e % quads * 4, query = e / quads % queries, span = e / quads / queries;
+    const float *from = parts + (span * kParts * queries + query) * part;
+    float top = -INFINITY, total = 0;
+    float2 low = make_float2(0, 0), high = make_float2(0, 0);
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) top = fmaxf(top, from[k * stride + dim]);
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) {
+      const float weight = exp2f(from[k * stride + dim] - top);
+      const float2 a = *reinterpret_cast<const float2 *>(from + k * stride + i), b = *reinterpret_cast<const float2 *>(from + k * stride + i + 2);
+      low.x = fmaf(a.x, weight, low.x), low.y = fmaf(a.y, weight, low.y);
+      high.x = fmaf(b.x, weight, high.x), high.y = fmaf(b.y, weight, high.y);
+      total = fmaf(from[k * stride + dim + 1], weight, total);
+    }
     float *to = spans + ((first + span) * queries + query) * part;
-    to[i] = r.x;
-    if (i == 0) to[dim] = r.y, to[dim + 1] = r.z;
+    *reinterpret_cast<float2 *>(to + i) = low, *reinterpret_cast<float2 *>(to + i + 2) = high;
+    if (i == 0) to[dim] = top, to[dim + 1] = total;
   }
 }
 
@@ -123,16 +150,19 @@ __device__ inline void attend_queries(const Prompt &p, int layer, int kv_head, i
     const Queries q = queries_from(p, m.windows ? m.windows[layer] : 0, number, first, n);
     // a span of 32 keys is of four warps, so that two of them are attended to at once
     const int warps = q.size < kGroupKeys ? kWarps / 2 : kWarps, at_once = kWarps / warps;
+    const auto keys_from = [&](int split) {
+      const int begin = q.from + (split + warp / warps) * q.size, end = min(begin + q.size, q.last + 1), query = lane / 4;
+      const int limit = query >= q.first && query < q.end ? min(end, p.first + q.row_of(query) + 1) : 0;
+      return SpanKeys{&m, page, p.session.context, warp % warps, begin, end, n, limit};
+    };
+    Attend<kBlocks, SpanKeys> attend(keys_from(0));
     for (int split = 0; split < q.splits; split += at_once) {
-      const int own = split + warp / warps;
-      if (own < q.splits) {
-        const int begin = q.from + own * q.size, end = min(begin + q.size, q.last + 1), query = lane / 4;
-        const int limit = query >= q.first && query < q.end ? min(end, p.first + q.row_of(query) + 1) : 0;
-        Attend<kBlocks, SpanKeys> attend({&m, p.session.context, warp % warps, begin, end, n, limit}, page);
+      if (split + warp / warps < q.splits) {
         attend.run(staged);
         attend.store(parts + warp * most * part, part, 0, n);
       }
       __syncthreads();
+      attend.restart(keys_from(split + at_once));  // beyond the last span there are no keys
       const int there = min(at_once, q.splits - split);
       if (at_once == 2)
         add_span_warps<kWarps / 2>(parts, spans, split, there, most, dim);

@@ -3,7 +3,8 @@
 // A block has 8 kTiles tiles of rows and kTokens tokens; a warp kTiles of the tiles and all of the tokens. The weights lie in memory as
 // the tensor cores take them (layout.h), so they come to shared memory as they are, a unit of columns at a time, some units ahead.
 // An output's sum has the order of a single token's (product.cuh): the units of chunks j, j + 8, ... one after another, as one sum, then
-// those sums in order of j. The total of them lies in shared memory, for registers are what the products need.
+// those sums in order of j. The total of them lies in shared memory, for registers are what the products need. Where there are fewer
+// blocks than processors, some blocks share the columns: each has some of the sums, and the last one to end adds all of them.
 #pragma once
 
 #include "product.cuh"
@@ -12,6 +13,7 @@
 namespace kilat_cuda {
 
 constexpr int kTokens = 64, kColumnTiles = kTokens / 8;
+constexpr int kMostStages = 6;
 constexpr int kVectorBytes = kTokens * kUnitColumns * 2;  // of a unit of all tokens
 
 __host__ __device__ constexpr int stage_bytes(int format, int tiles) { return tiles * kWarps * unit_bytes(format) + kVectorBytes; }
@@ -31,6 +33,13 @@ struct UnitWalk {
     if (++unit < count()) return;
     unit = 0, chunk += kWarps;
     if (chunk >= chunks()) chunk = chunk % kWarps + 1;
+  }
+  // Units of the sums begin ... end - 1.
+  __device__ int units_of(int begin, int end) const {
+    int n = 0;
+    for (int sum = begin; sum < min(end, chunks()); ++sum)
+      for (int c = sum; c < chunks(); c += kWarps) n += min(1 << shift, units - (c << shift));
+    return n;
   }
 };
 
@@ -138,9 +147,9 @@ __device__ inline void multiply_unit(UnitSums<kFormat, kTiles> &sums, const Unit
   }
 }
 
-// Rows of weights by tokens of a block's totals.
+// Adds a warp's sums to the totals of its rows and of the first `tokens` tokens; `first`: there are none yet.
 template <int kTiles>
-__device__ inline void add_totals(float (&sum)[kTiles][kColumnTiles][4], bool first, float *totals) {
+__device__ inline void add_totals(float (&sum)[kTiles][kColumnTiles][4], bool first, int tokens, float *totals) {
   const int lane = threadIdx.x % 32;
   float *to = totals + lane % 4 * 2 * total_stride(kTiles) + threadIdx.x / 32 * kTiles * kTileRows + lane / 4;
 #pragma unroll
@@ -150,7 +159,7 @@ __device__ inline void add_totals(float (&sum)[kTiles][kColumnTiles][4], bool fi
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float *place = to + (n * 8 + i % 2) * total_stride(kTiles) + m * kTileRows + i / 2 * 8;
-        *place = (first ? 0.0f : *place) + sum[m][n][i];
+        if (n * 8 < tokens) *place = (first ? 0.0f : *place) + sum[m][n][i];
         sum[m][n][i] = 0;
       }
 }
@@ -184,40 +193,81 @@ __device__ inline void finish_totals(const Prompt &p, int index, int first_tile,
   }
 }
 
-// A block for every kTiles * 8 tiles and kTokens tokens, those of the same tiles one after another.
+// The group's `sums` sums, in order, to the totals of the block, which is the last of `parts` that arrived; false for the others.
+template <int kTiles>
+__device__ inline bool add_group(const Prompt &p, int group, int parts, int sums, int tokens, const float *from, float *totals, int *word) {
+  constexpr int kStride = total_stride(kTiles), kQuads = kTiles * kWarps * kTileRows / 4;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) *word = atomicInc(p.arrived + group, unsigned(parts - 1)) == unsigned(parts - 1);
+  __syncthreads();
+  if (!*word) return false;
+  __threadfence();
+  for (int e = threadIdx.x; e < tokens * kQuads; e += kThreads) {
+    const int at = e / kQuads * kStride + e % kQuads * 4;
+    uint4 v[kWarps];
+#pragma unroll
+    for (int j = 0; j < kWarps; ++j)
+      v[j] = j < sums ? __ldcg(reinterpret_cast<const uint4 *>(from + j * (total_bytes(kTiles) / 4) + at)) : make_uint4(0, 0, 0, 0);
+    float total[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int j = 0; j < kWarps; ++j) {
+      total[0] += __uint_as_float(v[j].x), total[1] += __uint_as_float(v[j].y);
+      total[2] += __uint_as_float(v[j].z), total[3] += __uint_as_float(v[j].w);
+    }
+    for (int i = 0; i < 4; ++i) totals[at + i] = total[i];
+  }
+  return true;
+}
+
+// `shared_by` blocks for every kTiles * 8 tiles and kTokens tokens, those of the same tiles one after another.
 template <int kFormat, int kTiles>
-__global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Prompt p, int index, MatrixPlace matrix, int stages) {
+__global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Prompt p, int index, MatrixPlace matrix, int stages, int shared_by) {
   constexpr int kStage = stage_bytes(kFormat, kTiles);
+  const int parts = kTiles == 1 ? shared_by : 1;  // the larger blocks are taken where there are enough of them
   const int kind = kind_of(p.model, index), across = (p.rows + kTokens - 1) / kTokens, warp = threadIdx.x / 32;
+  const int group = int(blockIdx.x) / parts, first_sum = int(blockIdx.x) % parts * (kWarps / parts);
   const Shape &shape = p.model.shape[kind];
-  const ProductPlace place{matrix.at(), shape, int(blockIdx.x) / across * kTiles * kWarps, int(blockIdx.x) % across * kTokens, p.rows,
+  const ProductPlace place{matrix.at(), shape, group / across * kTiles * kWarps, group % across * kTokens, p.rows,
                            kind == kOut ? p.attended : kind == kDown ? p.gated : p.normed};
   char *shared = shared_memory();
   const uint32_t ring = shared_address(shared);
-  float *totals = reinterpret_cast<float *>(shared + stages * kStage);
-  UnitWalk ahead{shape.units, chunk_shift(kFormat, p.model.narrow)}, at = ahead;
+  float *totals = reinterpret_cast<float *>(shared + stages * kStage), *sums_of_group = p.sums + int64_t(group) * kWarps * (total_bytes(kTiles) / 4);
+  UnitWalk ahead{shape.units, chunk_shift(kFormat, p.model.narrow), first_sum}, at = ahead;
+  const int n = parts == 1 ? shape.units : at.units_of(first_sum, first_sum + kWarps / parts), tokens = min(kTokens, p.rows - place.first_token);
   int loaded = 0, to = 0;
   const auto load = [&] {
-    if (loaded++ < shape.units) load_unit<kFormat, kTiles>(place, ahead, ring + to * kStage), ahead.next();
+    if (loaded++ < n) load_unit<kFormat, kTiles>(place, ahead, ring + to * kStage), ahead.next();
     to = to + 1 == stages ? 0 : to + 1;
     copy_commit();  // without copies too: it keeps the count of groups
   };
   for (int i = 0; i < stages - 1; ++i) load();
   UnitSums<kFormat, kTiles> sums{};
-  for (int unit = 0, from = 0; unit < shape.units; ++unit, from = from + 1 == stages ? 0 : from + 1) {
+  for (int unit = 0, from = 0; unit < n; ++unit, from = from + 1 == stages ? 0 : from + 1) {
     switch (stages) {
       case 2: copy_wait<0>(); break;
       case 3: copy_wait<1>(); break;
-      default: copy_wait<2>(); break;
+      case 4: copy_wait<2>(); break;
+      case 5: copy_wait<3>(); break;
+      default: copy_wait<4>(); break;
     }
     __syncthreads();
     load();
     const uint32_t stage = ring + from * kStage, scales = stage + kTiles * kWarps * number_bytes(kFormat);
     multiply_unit<kFormat, kTiles>(sums, at, stage + warp * kTiles * number_bytes(kFormat), scales + warp * kTiles * scale_bytes(kFormat),
                                    stage + kTiles * kWarps * unit_bytes(kFormat));
-    if (at.ends_sum()) add_totals<kTiles>(sums.sum, at.chunk % kWarps == 0, totals);
+    if (at.ends_sum()) {
+      const int sum = at.chunk % kWarps;
+      if (parts == 1)
+        add_totals<kTiles>(sums.sum, sum == 0, tokens, totals);
+      else
+        add_totals<kTiles>(sums.sum, true, tokens, sums_of_group + sum * (total_bytes(kTiles) / 4));
+    }
     at.next();
   }
+  __syncthreads();
+  if (parts > 1 && !add_group<kTiles>(p, group, parts, min(kWarps, at.chunks()), tokens, sums_of_group, totals, reinterpret_cast<int *>(shared)))
+    return;
   __syncthreads();
   finish_totals<kTiles>(p, index, place.first_tile, place.first_token, totals);
 }

@@ -28,9 +28,11 @@ __device__ inline void barrier_init(uint32_t barrier, int arrivals) {
 }
 __device__ inline void barrier_init_visible() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// One thread: `bytes` from global memory; the barrier's phase ends when they are there.
-__device__ inline void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier, uint64_t policy) {
+// One thread: the barrier's phase ends when copies have brought so many bytes.
+__device__ inline void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
@@ -167,7 +169,6 @@ __device__ inline uint32_t load_word(const uint32_t *p) {
 __device__ inline void store_bits(uint32_t *p, uint32_t word) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(word) : "memory");
 }
-__device__ inline void prefetch_line(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // The thread's number, of which the compiler does not know that it is the same in every layer: otherwise it computes all addresses once,
 // before the first layer, and keeps them in local memory.

@@ -35,6 +35,8 @@ void carve(kilat_device_session &s, int64_t context, bool keep_layers, Carver &c
   v.tops = c.take<unsigned long long>(2 * s.model->blocks);
   v.bins = c.take<unsigned long long>(4 * 256);
   v.barrier = c.take<unsigned>(1);
+  s.prompt.sums = c.take<float>(s.model->prompt.sums);
+  s.prompt.arrived = c.take<unsigned>(s.model->prompt.groups);
   s.trace = c.take<long long>(kTraceClocks(m.layers));
   s.scratch_bytes = c.used() - s.kv_bytes - s.table_bytes - s.activation_bytes;
 }

@@ -201,10 +201,7 @@ __device__ inline void compute(const Step &step, const Rings &rings, const Matri
     const int kind = kind_of(m, index);
     int begin, end;
     tiles_of_rank(m.shape[kind], turn.rank(kind), begin, end);
-    if (kind == kQkv) {  // all threads write the same span. What attention needs of the past comes nearer now
-      set_span(step, index / kLayerMatrices, item);
-      if (item.exists()) look_ahead(step, index / kLayerMatrices, item);
-    }
+    if (kind == kQkv) set_span(step, index / kLayerMatrices, item);  // all threads write the same
     Residual own{begin, 0};
     if (!is_normed(kind) && begin * kTileRows + int(threadIdx.x) < min(end * kTileRows, m.hidden))
       own.value = residual_of(step, index, begin * kTileRows + threadIdx.x);
@@ -216,7 +213,7 @@ __device__ inline void compute(const Step &step, const Rings &rings, const Matri
             step.work_bytes - used, [&](int first, int n, const auto &get) { finish_tiles(step, index, first, n, own, get); });
     grid.mark();
     if (kind == kQkv) {
-      if (item.exists()) attend_item(step, index / kLayerMatrices, item, tag_of(step, index), work, step.work_bytes);
+      if (item.exists()) attend_item(step, index / kLayerMatrices, item, tag_of(step, index), stream, work, step.work_bytes);
       grid.mark();
     }
   }

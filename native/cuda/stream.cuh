@@ -1,13 +1,14 @@
-// stream.cuh: the weights of a whole pass as one stream into shared memory.
+// stream.cuh: the weights of a whole pass, and the keys and values of older tokens, as one stream into shared memory.
 //
-// Every computing warp has a ring of slots. The chunks of a block's tiles, counted through, go to the warps in turn. One more warp brings
-// them: its lane w fills the ring of warp w. Weights do not depend on anything that a pass computes, so the stream runs ahead over the
-// end of a matrix and over every wait as far as the rings reach, and beyond them into the device's cache. Of each ring only a few chunks
+// Every computing warp has a ring of slots. The chunks of a block's tiles, counted through, go to the warps in turn; the rounds of the
+// block's span follow those of the qkv matrix. One more warp brings them: its lane w fills the ring of warp w. Nothing of it depends on
+// what a pass computes, so the stream runs ahead over the end of a matrix and over every wait as far as the rings reach, and beyond them
+// into the device's cache. Of each ring only a few chunks
 // (Pace) are on their way at a time: enough for the full bandwidth, while all of them together would make everything else that crosses
 // the device late. What goes to the cache is paced for the same reason.
 #pragma once
 
-#include "elements.cuh"
+#include "span.cuh"
 
 namespace kilat_cuda {
 
@@ -31,24 +32,58 @@ class Turn {
   int rank_ = blockIdx.x;
 };
 
+// Slots too small for a round's keys and values have its keys, the next ones its values.
+__device__ inline bool past_is_cut(const Step &step) { return step.slot_bytes < 2 * round_bytes(step.model.head_dim); }
+
 // A place in a warp's sequence of chunks.
 class Cursor {
  public:
   // At the first chunk of warp `warp` of the matrices `index` ... `last`; `matrices` is the table in shared memory.
   __device__ Cursor(const Step &step, const MatrixPlace *matrices, int warp, int index, int last)
-      : matrices_(matrices), warp_(warp), index_(index), last_(last) {
-    enter(step.model);
+      : matrices_(matrices), item_(item_of(step, blockIdx.x)), warp_(warp), index_(index), last_(last) {
+    set_span(step, 0, item_);
+    enter(step);
   }
 
   __device__ bool at_end() const { return index_ > last_; }
-  __device__ int bytes() const { return min(1 << chunk_shift_, units_ - first_unit()) * unit_bytes_; }
-  __device__ const char *source() const { return base_ + (int64_t(tile_) * units_ + first_unit()) * unit_bytes_; }
 
-  __device__ void advance(const ModelView &m) {
-    chunk_ += kWarps;
-    if (to_tile()) return;
-    leave(m);
-    enter(m);
+  __device__ int bytes(const Step &step) const {
+    int n = 0;
+    each_piece(step, [&](int, const char *, int piece) { n += piece; });
+    return n;
+  }
+
+  // Calls each(byte of the slot, where it comes from, bytes).
+  template <class Each>
+  __device__ void each_piece(const Step &step, const Each &each) const {
+    if (!in_past_) {
+      each(0, base_ + (int64_t(tile_) * units_ + first_unit()) * unit_bytes_, min(1 << chunk_shift_, units_ - first_unit()) * unit_bytes_);
+      return;
+    }
+    const int row = step.model.head_dim * 2, cut = past_is_cut(step);
+    const int64_t values = int64_t(step.session.context) * row;
+    const char *from = base_ + int64_t(position_) * row;
+#pragma unroll 1
+    for (int at = 0, left = stored_ - position_; left > 0 && at < round_bytes(step.model.head_dim); at += 8 * row, left -= kGroupKeys) {
+      if (!cut || !values_) each(at, from, min(left, 8) * row);
+      if (!cut || values_) each(at + (cut ? 0 : round_bytes(step.model.head_dim)), from + values, min(left, 8) * row);
+      from += kGroupKeys * row;
+    }
+  }
+
+  __device__ void advance(const Step &step) {
+    if (in_past_) {
+      values_ = past_is_cut(step) && !values_;
+      if (values_) return;
+      position_ += held_groups(step.model.head_dim) * kGroupKeys;
+      in_past_ = position_ < stored_;
+      if (in_past_) return;
+    } else {
+      chunk_ += kWarps;
+      if (to_tile() || to_past(step)) return;
+    }
+    leave(step.model);
+    enter(step);
   }
 
  private:
@@ -56,8 +91,9 @@ class Cursor {
 
   __device__ void leave(const ModelView &m) { turn_.next(m.shape[kind_of(m, index_++)]); }
 
-  // At the first chunk of matrix index_, or of the next one of which the warp has any.
-  __device__ void enter(const ModelView &m) {
+  // At the first chunk of matrix index_ and what follows it, or of the next one of which the warp has any.
+  __device__ void enter(const Step &step) {
+    const ModelView &m = step.model;
     for (; index_ <= last_; leave(m)) {
       const int kind = kind_of(m, index_), format = matrices_[index_].format();
       tiles_of_rank(m.shape[kind], turn_.rank(kind), tile_, end_);
@@ -67,7 +103,7 @@ class Cursor {
       chunks_ = (units_ + (1 << chunk_shift_) - 1) >> chunk_shift_;
       base_ = matrices_[index_].at();
       chunk_ = warp_;
-      if (to_tile()) return;
+      if (to_tile() || to_past(step)) return;
     }
   }
 
@@ -77,10 +113,24 @@ class Cursor {
     return tile_ < end_;
   }
 
+  // At the first round of the layer's span; false if the matrix is not qkv, or there is none.
+  __device__ bool to_past(const Step &step) {
+    if (kind_of(step.model, index_) != kQkv) return false;
+    const int layer = index_ / kLayerMatrices;
+    if (step.model.windows) set_span(step, layer, item_);
+    position_ = item_.span.begin + warp_ * 8;
+    stored_ = item_.exists() ? stored_end(step, item_.span) : 0;
+    base_ = reinterpret_cast<const char *>(page_of(step.model, step.session, layer, item_.kv_head));
+    return in_past_ = position_ < stored_;
+  }
+
   Turn turn_;
   const MatrixPlace *matrices_;
-  const char *base_;
+  const char *base_;  // of the matrix, or of the K/V head's keys
+  AttentionItem item_;
   int warp_, index_, last_, tile_, end_, chunk_, chunks_, units_, unit_bytes_, chunk_shift_;
+  int position_, stored_;  // of a round the first; where the older ones end
+  bool in_past_ = false, values_ = false;
 };
 
 // Slots in turn, and the parity of the current round through them.
@@ -120,17 +170,19 @@ __device__ inline void fill_rings(const Step &step, const Rings &rings, Cursor c
     if (in_flight > 0 && barrier_test(rings.full(step, warp, landed.index), landed.parity)) landed.next(step.slots), --in_flight;
     // a slot is free for its round when the one before was read; for the first round it always is
     if (in_flight < step.pace.in_flight && barrier_test(rings.free(step, warp, to.index), to.parity ^ 1)) {
-      copy_bulk(rings.slot(step, warp, to.index), cursor.source(), cursor.bytes(), rings.full(step, warp, to.index), policy);
+      const uint32_t slot = rings.slot(step, warp, to.index), full = rings.full(step, warp, to.index);
+      barrier_expect(full, cursor.bytes(step));
+      cursor.each_piece(step, [&](int at, const char *from, int bytes) { copy_bulk(slot + at, from, bytes, full, policy); });
       to.next(step.slots), ++in_flight;
-      cursor.advance(step.model);
+      cursor.advance(step);
       busy_until = unsigned(clock()) + step.pace.clocks;
       if (n_ahead > 0)
         --n_ahead;
       else
         ahead = cursor;
     } else if (in_flight == 0 && n_ahead < step.pace.ahead && !ahead.at_end() && int(unsigned(clock()) - busy_until) >= 0) {
-      prefetch_bulk(ahead.source(), ahead.bytes());
-      ahead.advance(step.model), ++n_ahead;
+      ahead.each_piece(step, [](int, const char *from, int bytes) { prefetch_bulk(from, bytes); });
+      ahead.advance(step), ++n_ahead;
       busy_until = unsigned(clock()) + step.pace.clocks;
     }
   }
@@ -180,8 +232,10 @@ class Stream {
   __device__ void issue(const Step &step, int slot) {
     if (!cursor_.at_end()) {
       const uint32_t to = rings_.slot(step, threadIdx.x / 32, slot);
-      for (int i = threadIdx.x % 32 * 16; i < cursor_.bytes(); i += 512) copy_16(to + i, cursor_.source() + i);
-      cursor_.advance(step.model);
+      cursor_.each_piece(step, [&](int at, const char *from, int bytes) {
+        for (int i = threadIdx.x % 32 * 16; i < bytes; i += 512) copy_16(to + at + i, from + i);
+      });
+      cursor_.advance(step);
     }
     copy_commit();  // without copies too: it keeps the count of groups
   }

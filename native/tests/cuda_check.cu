@@ -43,9 +43,6 @@ extern "C" int kilat_time_steps(kilat_device_session *s, int32_t id, int64_t fir
   return KILAT_OK;
 }
 
-// How the model's stream of weights is paced from the next step on.
-extern "C" void kilat_cuda_pace(kilat_device_model *m, int in_flight, int ahead, unsigned clocks) { m->pace = {in_flight, ahead, clocks}; }
-
 // Bytes per second that a plain kernel reads from `bytes` of device memory; 0 if that failed.
 extern "C" double kilat_read_bandwidth(int64_t bytes) {
   char *data = nullptr;

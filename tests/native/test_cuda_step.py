@@ -164,13 +164,13 @@ def test_a_prompt_after_a_long_context_gives_the_bits_of_single_tokens(device, o
     assert torch.equal(together.state(n + 5), apart.state(n + 5))
 
 
-# of which a block takes 256 rows of weights, not 128, on the device and on the emulated one
+# of which a block takes 256 rows of weights, not 128, and several blocks share columns, on the device and on the emulated one
 @pytest.mark.parametrize("kind", table.PACKERS)
 def test_large_products_of_a_prompt_give_the_bits_of_single_tokens(device, opened, kind):
-    sizes = (1024, 16384) if device.name == "cuda" else (128, 384)
+    sizes = (1024, 16384) if device.name == "cuda" else (128, 640)
     model = RandomModel(Config(1, *sizes, 2, 1, 64, 203, format=kind), device.name)
     together, apart = opened(model), opened(model)
-    ids = tokens(80 if device.name == "cuda" else 3, 203)
+    ids = tokens(80 if device.name == "cuda" else 2, 203)
     together.forward(ids, 0)
     for i, token in enumerate(ids):
         apart.forward([token], i)

@@ -91,6 +91,7 @@ T exchange(T value, int from) {
 
 inline void __syncthreads() { kilat_emulated::meet(0, 0); }
 inline void __syncwarp() { kilat_emulated::meet_warp(); }
+inline void __threadfence() {}
 inline void __threadfence_system() {}
 inline void __trap() { kilat_emulated::trap("a kernel gave up"); }
 template <class T>
@@ -108,6 +109,7 @@ template <class T>
 void __stcg(T *p, T v) { *p = v; }
 template <class T>
 T atomicAdd(T *p, T v) { return std::exchange(*p, *p + v); }
+inline unsigned atomicInc(unsigned *p, unsigned most) { return std::exchange(*p, *p >= most ? 0 : *p + 1); }
 inline unsigned atomicOr(unsigned *p, unsigned v) { return std::exchange(*p, *p | v); }
 inline uint32_t __float_as_uint(float x) {
   uint32_t u;

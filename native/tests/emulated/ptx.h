@@ -35,10 +35,11 @@ inline void barrier_wait(uint32_t barrier, int parity) {
   for (unsigned polls = 0; !barrier_test(barrier, parity);)
     if (++polls == kMostPolls) kilat_emulated::trap("a barrier's phase does not end");
 }
-inline void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier, uint64_t) {
+// No other thread runs before the copies that follow.
+inline void barrier_expect(uint32_t barrier, int) { barrier_arrive(barrier); }
+inline void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t, uint64_t) {
   if (bytes % 16 || to % 16 || reinterpret_cast<uintptr_t>(from) % 16) kilat_emulated::trap("a bulk copy is not aligned");
   memcpy(shared_at<char>(to), from, size_t(bytes));
-  barrier_arrive(barrier);
 }
 inline void copy_16(uint32_t to, const void *from, bool on = true) {
   if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16) kilat_emulated::trap("a copy of 16 bytes is not aligned");
@@ -52,7 +53,6 @@ template <int kPending>
 void copy_wait() {}
 inline void prefetch_bulk(const void *, int) {}
 inline uint64_t policy_read_once() { return 0; }
-inline void prefetch_line(const void *) {}
 
 inline float half_of(uint64_t word, int i) { return __uint_as_float(uint32_t(word >> 16 * i & 0xffff) << 16); }
 
