@@ -97,6 +97,9 @@ class PageMemory:
                 raise ConfigError(f"a shared pool needs the CPU, the device is {device.type}")
             self.kv = torch.zeros(shape, dtype=dtype, device=device)
             self.view = self.kv.view(torch.uint8).view(n_pages + 1, layout.page_bytes)[:n_pages]
+            if device.type == "cuda":  # now: pinned memory and a first stream wait for what the device runs
+                self._staging = self.host_bytes(layout.page_bytes)
+                self.save(0, self._staging)
             return
         words = self._shared_bytes() if shared else np.zeros((n_pages + 1) * layout.page_bytes, np.uint8)
         self.kv = torch.from_numpy(words).view(dtype).view(shape)
@@ -146,8 +149,7 @@ class PageMemory:
         thread at a time, which may be another than the engine's."""
         if isinstance(self.view, np.ndarray):
             return fill(self.view[page])
-        if self._staging is None:
-            self._staging = self.host_bytes(self.layout.page_bytes)
+        assert self._staging is not None
         if not fill(self._staging):
             return False
         self._copy(self.view[page], torch.from_numpy(self._staging))
