@@ -7,13 +7,14 @@ import triton
 from torch import Tensor
 
 from kilat.ops.batch import StepBatch
+from kilat.ops.cuda import attention_decode as hopper
 from kilat.ops.fp8_linear import BLOCK
 from kilat.ops.rope_write import KvScale
 from kilat.ops.triton.attention_blocks import block_rows, can_take
+from kilat.ops.triton.attention_call import Call
 from kilat.ops.triton.attention_decode import decode_rows
 from kilat.ops.triton.attention_exact import decode_rows_exact
 from kilat.ops.triton.attention_prefill import prefill_rows
-from kilat.ops.triton.attention_tiles import Call
 from kilat.ops.triton.fp8_rows import Fp8Rows, empty_rows, quantize_rows
 
 MOST_ROWS_TIMES_HEADS = 1 << 18
@@ -67,14 +68,23 @@ class Attention:
     ) -> Call:
         q = q.contiguous()
         group_pad = triton.next_power_of_2(q.shape[1] // kv.shape[3])
-        few = min(max(1, 16 // group_pad), batch.max_q_len)
+        few = max(1, 16 // group_pad)
+        if self._on_hopper(q, kv, batch, window):
+            few = hopper.few_tokens(q.shape[1] // kv.shape[3])
+        few = min(few, batch.max_q_len)
         return Call(q, kv, torch.empty_like(q), batch, scale, window, few, self.exact, kv_scale)
 
     def _run(self, call: Call) -> Call:
         q, batch = call.q, call.batch
         assert len(batch.kv_len) * call.n_kv <= MOST_ROWS_TIMES_HEADS
         if q.shape[0] > 0:
-            (decode_rows_exact if self.exact else decode_rows)(call, self.done)
+            if self._on_hopper(q, call.kv, batch, call.window):
+                hopper.decode_rows(call, self.done)
+            else:
+                (decode_rows_exact if self.exact else decode_rows)(call, self.done)
             if batch.max_q_len > call.few:
                 (block_rows if can_take(call) else prefill_rows)(call)
         return call
+
+    def _on_hopper(self, q: Tensor, kv: Tensor, batch: StepBatch, window: int) -> bool:
+        return not self.exact and hopper.takes(q, kv, len(batch.kv_len), batch.page_tokens, window)

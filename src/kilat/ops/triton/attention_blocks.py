@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kilat.ops.triton.attention_tiles import LOG2E, Call
+from kilat.ops.triton.attention_call import LOG2E, Call
 from kilat.ops.triton.launch import can_overlap
 
 TILE = 128

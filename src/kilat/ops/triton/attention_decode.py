@@ -12,16 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kilat.ops.triton.attention_tiles import (
-    LOG2E,
-    Call,
-    attend,
-    head_scale,
-    load_part,
-    merge,
-    pages,
-    store_out,
-)
+from kilat.ops.triton.attention_call import LOG2E, Call
+from kilat.ops.triton.attention_tiles import attend, head_scale, load_part, merge, pages, store_out
 from kilat.ops.triton.launch import can_overlap, let_next_start, prefetch_l2, sm_count, wait_for_previous
 
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float16: tl.float16}

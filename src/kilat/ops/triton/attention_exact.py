@@ -9,16 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kilat.ops.triton.attention_tiles import (
-    EXACT_CUT,
-    LOG2E,
-    Call,
-    attend,
-    head_scale,
-    load_part,
-    merge,
-    pages,
-)
+from kilat.ops.triton.attention_call import LOG2E, Call
+from kilat.ops.triton.attention_tiles import EXACT_CUT, attend, head_scale, load_part, merge, pages
 from kilat.ops.triton.launch import can_overlap, let_next_start, sm_count, wait_for_previous
 
 TILE = 64

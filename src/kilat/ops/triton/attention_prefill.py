@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from kilat.ops.triton.attention_tiles import EXACT_CUT, LOG2E, Call, attend, head_scale, merge, pages
+from kilat.ops.triton.attention_call import LOG2E, Call
+from kilat.ops.triton.attention_tiles import EXACT_CUT, attend, head_scale, merge, pages
 from kilat.ops.triton.launch import can_overlap, let_next_start, wait_for_previous
 
 

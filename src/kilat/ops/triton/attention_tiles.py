@@ -1,57 +1,11 @@
 """The inner loop that both attention kernels share: online softmax over tiles of keys that lie in pages."""
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kilat.ops.batch import StepBatch
-from kilat.ops.rope_write import KvScale
 from kilat.ops.triton.fp8_rows import group_scale, to_fp8
 
-LOG2E = 1.4426950408889634
 EXACT_CUT = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One attention call as both kernels see it; ``out`` [T, Hq, D] is written, with ``out_scale`` [Hq, T] in e4m3 (D is 128 then).
-
-    ``few`` is the most tokens of a row that the split kernel takes; rows with more go to the block kernel.
-    """
-
-    q: Tensor
-    kv: Tensor
-    out: Tensor
-    batch: StepBatch
-    scale: float
-    window: int
-    few: int
-    exact: bool
-    kv_scale: KvScale | None = None
-    out_scale: Tensor | None = None
-
-    @property
-    def k_scale(self) -> Tensor | None:
-        return self.kv_scale.k if self.kv_scale else None
-
-    @property
-    def v_scale(self) -> Tensor | None:
-        return self.kv_scale.v if self.kv_scale else None
-
-    @property
-    def n_kv(self) -> int:
-        return self.kv.shape[3]
-
-    @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.q.shape[1] // self.n_kv
-
-    @property
-    def group_pad(self) -> int:
-        return triton.next_power_of_2(self.group)
 
 
 @triton.jit

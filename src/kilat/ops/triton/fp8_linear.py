@@ -122,6 +122,8 @@ def gated_tiles_for(n_rows: int) -> Tiles:
     rows = max(8, triton.next_power_of_2(n_rows))
     if n_rows <= 2:
         return _ring(64, rows, 256, 1, programs=2, gated=True)
+    if rows == 16:
+        return _ring(BLOCK, rows, 256, 1, gated=True)
     return _ring(BLOCK if rows <= 32 else 64, rows, 128, 1, programs=2, gated=True)
 
 

@@ -67,6 +67,23 @@ def _wait(outstanding: gl.constexpr, parts):
     return parts
 
 
+@gluon.jit
+def _scales(
+    x_scale_ptr, w_scales, u_scales, x_stride, row, n_rows, step, groups, GROUPS: gl.constexpr, GATED: gl.constexpr
+):  # fmt: skip
+    """Of each group of a step: the rows' scales, the weight block's, and that of the ups; 0 past the last group."""
+    x = ()
+    w = ()
+    u = ()
+    for g in gl.static_range(GROUPS):
+        k = step * GROUPS + g
+        x += (gl.load(x_scale_ptr + k * x_stride + row, mask=(row < n_rows) & (k < groups), other=0.0),)  # type: ignore[assignment]
+        w += (gl.load(w_scales + k, mask=k < groups, other=0.0),)  # type: ignore[assignment]
+        if GATED:
+            u += (gl.load(u_scales + k, mask=k < groups, other=0.0),)  # type: ignore[assignment]
+    return x, w, u
+
+
 @gluon.jit(do_not_specialize=["n_rows", "x_stride", "out_stride"])
 def _stream_fp8(
     w_desc, x_desc, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, part_ptr, done_ptr,
@@ -121,18 +138,15 @@ def _stream_fp8(
     acc = gl.zeros((OUTPUTS, ROWS), gl.float32, mma)
     acc_up = gl.zeros((OUTPUTS, ROWS), gl.float32, mma)
     zero = gl.zeros((OUTPUTS, ROWS), gl.float32, mma)
+    x_now, w_now, u_now = _scales(
+        x_scale_ptr, w_scales, u_scales, x_stride, row, n_rows, first, groups, GROUPS, GATED
+    )
     for i in range(first, last):
         s = (i - first) % STAGES
-        # the scales are on their way before the tile is waited for
-        scales = ()
-        up_scales = ()
-        for g in gl.static_range(GROUPS):
-            k = i * GROUPS + g
-            known = k < groups
-            x_scale = gl.load(x_scale_ptr + k * x_stride + row, mask=(row < n_rows) & known, other=0.0)
-            scales += (x_scale * gl.load(w_scales + k, mask=known, other=0.0),)  # type: ignore[assignment]
-            if GATED:
-                up_scales += (x_scale * gl.load(u_scales + k, mask=known, other=0.0),)  # type: ignore[assignment]
+        # scales are asked for a step ahead: the way from L2 takes as long as a step
+        x_next, w_next, u_next = _scales(
+            x_scale_ptr, w_scales, u_scales, x_stride, row, n_rows, i + 1, groups, GROUPS, GATED
+        )
         mbarrier.wait(full.index(s), (i - first) // STAGES & 1)
         # all groups of the stage are on their way before the first is waited for: the matrix units go on while sums are scaled
         parts = ()
@@ -144,11 +158,12 @@ def _stream_fp8(
         for g in gl.static_range(GROUPS):
             if GATED:
                 parts = _wait(2 * (GROUPS - 1 - g), parts)
-                acc += parts[2 * g] * scales[g][None, :]
-                acc_up += parts[2 * g + 1] * up_scales[g][None, :]
+                acc += parts[2 * g] * (x_now[g] * w_now[g])[None, :]
+                acc_up += parts[2 * g + 1] * (x_now[g] * u_now[g])[None, :]
             else:
                 parts = _wait(GROUPS - 1 - g, parts)
-                acc += parts[g] * scales[g][None, :]
+                acc += parts[g] * (x_now[g] * w_now[g])[None, :]
+        x_now, w_now, u_now = x_next, w_next, u_next
         # all warps are done with this place of the ring
         gl.thread_barrier()
         fill = i + STAGES < last
