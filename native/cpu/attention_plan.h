@@ -13,6 +13,7 @@ struct AttentionJob {
   int64_t state_floats;  // floats of the state of one (block, head group) at most
   float score_scale;
   bool failed;
+  int units = 0;
 
   int last_head(int first) const { return first + heads_per_group < a->heads.n_kv ? first + heads_per_group : int(a->heads.n_kv); }
   // Later blocks of a prompt see more keys: they go first, so that the short ones fill up the end.
@@ -26,8 +27,9 @@ static void gather_queries(const AttentionArgs &a, const Shape<T> &s, const Quer
 
 // A unit of whole blocks: blocks_per_unit of them for one group of heads.
 template <class T>
-static void blocks_unit(void *raw, int unit, int worker) {
+static void blocks_unit(void *raw, int, int worker) {
   AttentionJob<T> *job = static_cast<AttentionJob<T> *>(raw);
+  const int unit = own_unit(job->c, job->units, worker);
   const AttentionArgs &a = *job->a;
   Shape<T> s(a.heads);
   int h0 = unit % job->head_groups * job->heads_per_group, h1 = job->last_head(h0);
@@ -161,7 +163,9 @@ static int attention(Context *c, const AttentionArgs *args) {
   } else {
     // Decode rows are short: several make a unit, so that the first tile of one is fetched under the last tile of another.
     if (most_tokens * s.group <= DIRECT_ROWS) job.blocks_per_unit = int(units / (wanted * 2)) + 1;
-    pool_run(c->pool, (n_blocks + job.blocks_per_unit - 1) / job.blocks_per_unit * job.head_groups, blocks_unit<T>, &job);
+    job.units = (n_blocks + job.blocks_per_unit - 1) / job.blocks_per_unit * job.head_groups;
+    for (int i = 0; i < c->threads; i++) c->worker[i].taken.store(0, std::memory_order_relaxed);
+    pool_run(c->pool, job.units, blocks_unit<T>, &job);
   }
   return job.failed ? -1 : 0;
 }

@@ -4,6 +4,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <atomic>
+
 #include "kilat_cpu.h"
 #include "arena.h"
 #include "pool.h"
@@ -35,6 +37,18 @@ struct Scratch {
   void *data = nullptr;
   size_t bytes = 0;
   uint64_t holds = 0;  // what an op has left in it for its next unit, or 0; scratch_get forgets it
+  std::atomic<int> taken{0};  // units of this worker's share of a job that somebody has taken
+  // What it fetches of a feed: pages `page` .. of row `row`, then of the rows before it down to `last_row`; `left` pages at most.
+  int64_t row = 0, last_row = 0, page = 0, left = 0;
+};
+
+// Keys and values that attention will read after the next products. Those that compute more than they read fetch them under way, each
+// worker the rows that it will most likely attend to. Advice: no result depends on it.
+struct Feed {
+  const kilat_rows *rows = nullptr;  // nullptr: nothing to fetch
+  const char *base = nullptr;
+  int64_t page_tokens = 0, page_stride = 0;  // the stride in bytes
+  int64_t piece_bytes = 0;                   // of a page, keys and values side by side
 };
 
 struct Context {
@@ -45,6 +59,8 @@ struct Context {
   Scratch shared;   // touched before and between jobs only
   Arena arena;  // packed weights
   uint64_t products = 0;  // calls of linear so far
+  Feed feed;
+  const Linear *after = nullptr;  // weight of the product after this one, if that is known
 };
 
 // At least `bytes` of 64-byte aligned memory that stays until the next larger request; nullptr when memory is exhausted.
@@ -97,6 +113,16 @@ extern const Table kPlain;
 #if defined(__x86_64__)
 extern const Table kAvx2, kAvx512, kAvx512Bf16;
 #endif
+
+// A unit of a job of `units`, each given once in as many calls: of the worker's own share as long as there are, then of the others'.
+static inline int own_unit(Context *c, int units, int worker) {
+  for (int i = 0; i < c->threads; i++) {
+    const int w = (worker + i) % c->threads, first = int(int64_t(units) * w / c->threads);
+    const int unit = first + c->worker[w].taken.fetch_add(1, std::memory_order_relaxed);
+    if (unit < int(int64_t(units) * (w + 1) / c->threads)) return unit;
+  }
+  return units;  // not reached
+}
 
 // Number of equal blocks that `rows` rows of `cost` nanoseconds each are cut into: enough for balance, none below about 2 us.
 static inline int blocks_of(const Context *c, int64_t rows, int64_t cost_ns) {

@@ -59,6 +59,9 @@ const Table *table_of(int isa) {
 // Bytes that a thread touches at a time: pages of the system are no larger, so that none is cleared by two threads.
 const int64_t kTouched = 2 << 20;
 
+// Bytes of keys and values that products fetch for attention at most: they stay in a cache beside the weights that stream through.
+const int64_t kFed = 12 << 20;
+
 struct TouchJob {
   char *memory;
   int64_t bytes;
@@ -278,6 +281,11 @@ int kilat_gated_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x,
   return run_linear(cpu, w, true, x, stride, rows, out);
 }
 
+void kilat_follow_up(kilat_cpu *cpu, const kilat_linear *w) {
+  Hold hold(cpu);
+  cpu->context.after = w ? &w->linear : nullptr;
+}
+
 void kilat_rms_norm(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, int64_t rows, int64_t h, const void *weight,
                     double eps, void *out) {
   Hold hold(cpu);
@@ -317,6 +325,27 @@ void kilat_rope_write(kilat_cpu *cpu, int dtype, const void *qkv, int64_t stride
   Hold hold(cpu);
   RopeArgs args = {qkv, stride, tokens, *heads, cos_sin, positions, slots, *kv, norm_q, norm_k, float(eps), q};
   cpu->context.table->rope_write[dtype](&cpu->context, &args);
+}
+
+void kilat_attention_ahead(kilat_cpu *cpu, int dtype, const kilat_kv *kv, const kilat_rows *rows) {
+  Hold hold(cpu);
+  Context &c = cpu->context;
+  Feed &feed = c.feed;
+  const int64_t element = dtype == KILAT_F32 ? 4 : 2;
+  const bool wanted = rows && rows->rows >= 2 * c.threads && kv->side_stride == kv->page_tokens * kv->token_stride;
+  feed.rows = wanted ? rows : nullptr;
+  feed.base = static_cast<const char *>(kv->base);
+  feed.page_tokens = kv->page_tokens;
+  feed.page_stride = kv->page_stride * element;
+  feed.piece_bytes = 2 * kv->side_stride * element;
+  for (int i = 0; i < c.threads; i++) {
+    Scratch &w = c.worker[i];
+    w.page = w.left = 0;
+    if (!feed.rows) continue;
+    w.row = rows->rows * (c.threads - i) / c.threads - 1;  // as attention shares the rows out, the last first
+    w.last_row = rows->rows * (c.threads - i - 1) / c.threads;
+    w.left = kFed / c.threads / feed.piece_bytes;
+  }
 }
 
 int kilat_attention(kilat_cpu *cpu, int dtype, const void *q, const kilat_heads *heads, const kilat_kv *kv,

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define KILAT_CPU_ABI 5
+#define KILAT_CPU_ABI 6
 
 #if defined(__GNUC__)
 #define KILAT_API __attribute__((visibility("default")))
@@ -144,6 +144,10 @@ KILAT_API int kilat_gated_linear_can(const kilat_linear *w);
  * kilat_linear_run gives, to the bit, in one pass. Returns as kilat_linear_run. */
 KILAT_API int kilat_gated_linear_run(kilat_cpu *cpu, const kilat_linear *w, const void *x, int64_t stride, int64_t rows, void *out);
 
+/* Advice that changes no result: the weight of the product after the next one, whose first columns are fetched at the end of that; until the next call, NULL
+ * when it is not known. */
+KILAT_API void kilat_follow_up(kilat_cpu *cpu, const kilat_linear *w);
+
 /* out [rows, h] contiguous = round(x / sqrt(mean(x^2) + eps)) * weight [h]; fp32 inside. */
 KILAT_API void kilat_rms_norm(kilat_cpu *cpu, int dtype, const void *x, int64_t stride, int64_t rows, int64_t h, const void *weight,
                     double eps, void *out);
@@ -187,6 +191,11 @@ typedef struct kilat_rows {
   const int32_t *row_start, *kv_len, *page_table;
   int64_t rows, table_stride;
 } kilat_rows;
+
+/* Advice that changes no result: these keys and values are what attention will read after the next products, and products of many rows
+ * fetch them under way if there are rows for every thread. Until the next call; rows NULL for nothing. The caller keeps rows and what
+ * it points to. */
+KILAT_API void kilat_attention_ahead(kilat_cpu *cpu, int dtype, const kilat_kv *kv, const kilat_rows *rows);
 
 /* q [tokens, n_q, dim] contiguous -> out [tokens, n_q * dim] contiguous. The last token of row b sees keys 0 .. kv_len[b] - 1, the
  * one before it one key less, and so on; with window > 0 only the last `window` of them. scale > 0. Returns 0, or -1 when memory

@@ -42,6 +42,23 @@ class Pass {
         x_(static_cast<char *>(x)), residual_(static_cast<char *>(residual)) {}
 
   bool run() {
+    kilat_attention_ahead(cpu_, d_.dtype, &p_.kv, &p_.rows);
+    const bool done = layers();
+    kilat_attention_ahead(cpu_, d_.dtype, &p_.kv, nullptr);
+    kilat_follow_up(cpu_, nullptr);
+    return done;
+  }
+
+ private:
+  kilat_cpu *cpu_;
+  const kilat_decoder &d_;
+  const kilat_pass &p_;
+  Buffers b_;
+  kilat_rows rows_;
+  int64_t n_;  // tokens that are still on their way
+  char *x_, *residual_;
+
+  bool layers() {
     for (int64_t i = 0; i < d_.n; i++) {
       const kilat_layer &l = d_.layers[i];
       const bool last = i + 1 == d_.n;
@@ -53,15 +70,6 @@ class Pass {
     }
     return true;
   }
-
- private:
-  kilat_cpu *cpu_;
-  const kilat_decoder &d_;
-  const kilat_pass &p_;
-  Buffers b_;
-  kilat_rows rows_;
-  int64_t n_;  // tokens that are still on their way
-  char *x_, *residual_;
 
   void enter(const kilat_layer &l, int64_t layer) {
     if (layer == 0) {
@@ -81,6 +89,7 @@ class Pass {
 
   bool keys_and_values(const kilat_layer &l, int64_t layer) {
     const int64_t width = (d_.heads.n_q + 2 * d_.heads.n_kv) * d_.heads.dim;
+    kilat_follow_up(cpu_, l.o);
     if (kilat_linear_run(cpu_, l.qkv, b_.normed, d_.hidden, n_, b_.qkv)) return false;
     kilat_kv kv = pages(layer);
     kilat_rope_write(cpu_, d_.dtype, b_.qkv, width, n_, &d_.heads, p_.cos_sin, p_.positions, p_.slots, &kv, l.q_norm, l.k_norm, d_.qk_eps,
@@ -105,18 +114,23 @@ class Pass {
     kilat_kv kv = pages(layer);
     const double scale = pow(double(d_.heads.dim), -0.5);
     if (kilat_attention(cpu_, d_.dtype, b_.q, &d_.heads, &kv, &rows_, scale, l.window, b_.attended)) return false;
+    const kilat_kv next = pages(layer + 1);
+    kilat_attention_ahead(cpu_, d_.dtype, &next, layer + 1 < d_.n ? &p_.rows : nullptr);
+    kilat_follow_up(cpu_, l.gate_up);
     if (kilat_linear_run(cpu_, l.o, b_.attended, d_.heads.n_q * d_.heads.dim, n_, x_)) return false;
     kilat_add_rms_norm(cpu_, d_.dtype, x_, d_.hidden, residual_, n_, d_.hidden, l.norm_mid, d_.eps, b_.normed);
     return true;
   }
 
   bool mlp(const kilat_layer &l) {
+    kilat_follow_up(cpu_, l.down);
     if (kilat_gated_linear_can(l.gate_up)) {
       if (kilat_gated_linear_run(cpu_, l.gate_up, b_.normed, d_.hidden, n_, b_.inner)) return false;
     } else {
       if (kilat_linear_run(cpu_, l.gate_up, b_.normed, d_.hidden, n_, b_.gate_up)) return false;
       kilat_silu_mul(cpu_, d_.dtype, b_.gate_up, 2 * d_.inner, n_, d_.inner, b_.inner);
     }
+    kilat_follow_up(cpu_, &l + 1 < d_.layers + d_.n ? (&l)[1].qkv : nullptr);
     return kilat_linear_run(cpu_, l.down, b_.inner, d_.inner, n_, x_) == 0;
   }
 };

@@ -42,9 +42,21 @@ static const float *packed_block(const LinearJob<T> &job, int block, int64_t fir
   return static_cast<const float *>(scratch->data);
 }
 
-// Arguments of tile t for the columns from `column` on, but for the output.
+// The first panel of the unit that this worker takes next if all are equally fast, at the end of that in the product after this one;
+// nullptr when nothing is known.
 template <class T>
-static TileArgs tile_args(const LinearJob<T> &job, const float *packed, const Tiles &tiles, int t, int64_t column) {
+static const char *handed_on(const LinearJob<T> &job, int unit) {
+  const Linear &w = *job.w;
+  int next = unit + job.c->threads, all = job.row_blocks * job.column_blocks;
+  if (next < all) return w.data + job.panels * (next % job.column_blocks) / job.column_blocks * w.panel_bytes;
+  const Linear *after = job.c->after;
+  return after ? after->data + (next - all) * after->panel_bytes : nullptr;
+}
+
+// Arguments of tile t for the columns from `column` on, but for the output. `next` is the panel to work on after that of `column`, or
+// nullptr.
+template <class T>
+static TileArgs tile_args(const LinearJob<T> &job, const float *packed, const Tiles &tiles, int t, int64_t column, const char *next) {
   const Linear &w = *job.w;
   TileArgs args;
   args.a = reinterpret_cast<const char *>(packed + tiles.first(t) * job.elements);
@@ -55,10 +67,27 @@ static TileArgs tile_args(const LinearJob<T> &job, const float *packed, const Ti
   args.out_stride = 0;
   args.bias = w.bias ? w.bias + column : nullptr;
   args.columns = w.n - column < PANEL * 4 ? int(w.n - column) : PANEL * 4;
-  // A tile of a long block fetches its share of the next columns, a lone tile what it needs soon itself.
-  args.ahead = tiles.n > 1 ? args.b + w.panel_bytes + t * (w.panel_bytes / tiles.n) : args.b + AHEAD_BYTES;
-  args.ahead_step = STEP_BYTES / tiles.n;
+  args.ahead = args.later = args.b;
+  args.ahead_step = args.later_step = 0;
+  if (next) {  // Each tile of a block fetches its share of it; a lone one has nothing else to fetch.
+    const int shares = tiles.n > 1 ? tiles.n : 2;
+    args.ahead = next + column % PANEL * 4 + t * (w.panel_bytes / shares);
+    args.ahead_step = STEP_BYTES / shares;
+    if (tiles.n == 1) args.later = args.ahead + w.panel_bytes / 2, args.later_step = args.ahead_step;
+  }
   return args;
+}
+
+// Let a tile of a product that computes more than it reads fetch the next page of the feed, at its own pace.
+static inline void feed_tile(const Feed &feed, Scratch *worker, TileArgs *args) {
+  if (!worker->left) return;
+  worker->left--;
+  const kilat_rows &rows = *feed.rows;
+  args->later = feed.base + rows.page_table[worker->row * rows.table_stride + worker->page] * feed.page_stride;
+  args->later_step = (feed.piece_bytes + args->steps - 1) / args->steps;
+  if (++worker->page * feed.page_tokens < rows.kv_len[worker->row]) return;
+  worker->page = 0;
+  if (worker->row-- == worker->last_row) worker->left = 0;
 }
 
 template <class T>
@@ -74,12 +103,16 @@ static void linear_unit(void *raw, int unit, int worker) {
     return;
   }
   int64_t column = job->panels * part / job->column_blocks * PANEL, end = job->panels * (part + 1) / job->column_blocks * PANEL;
+  const char *after = handed_on(*job, unit);
   while (column < end) {
     bool wide = tiles.rows <= WIDE_ROWS && column + WIDE_VECTORS * W <= end;
+    const int64_t panel = column / PANEL + 1;
+    const char *next = panel * PANEL < end ? job->w->data + panel * job->w->panel_bytes : after;
     for (int t = 0; t < tiles.n; t++) {
-      TileArgs args = tile_args(*job, packed, tiles, t, column);
+      TileArgs args = tile_args(*job, packed, tiles, t, column, next);
       args.out = job->out + (first + tiles.first(t)) * job->w->n + column;
       args.out_stride = job->w->n;
+      if (tiles.n > 1) feed_tile(job->c->feed, &job->c->worker[worker], &args);
       int rows = tiles.count(t);
       (wide ? pick_tile<S, T, WIDE_ROWS, WIDE_VECTORS>(rows) : pick_tile<S, T, TALL_ROWS, TALL_VECTORS>(rows))(args);
     }
@@ -105,14 +138,18 @@ static void gated_unit(void *raw, int unit, int worker) {
   const bool both = tiles.rows <= WIDE_ROWS && WIDE_VECTORS * W == 2 * PANEL;
   alignas(64) T buffer[(TALL_ROWS > WIDE_ROWS ? TALL_ROWS : WIDE_ROWS) * 2 * PANEL];
   int64_t end = job->panels * (part + 1) / job->column_blocks * PANEL;
-  for (int64_t column = job->panels * part / job->column_blocks * PANEL; column < end; column += PANEL)
+  const char *after = handed_on(*job, unit);
+  for (int64_t column = job->panels * part / job->column_blocks * PANEL; column < end; column += PANEL) {
+    const char *next = column + PANEL < end ? job->w->data + (column / PANEL + 1) * job->w->panel_bytes : after;
     for (int t = 0; t < tiles.n; t++) {
       int rows = tiles.count(t);
       for (int done = 0; done < 2 * PANEL; done += both ? 2 * PANEL : TALL_VECTORS * W) {
-        TileArgs args = tile_args(*job, packed, tiles, t, column + done / PANEL * n + done % PANEL);
+        const bool up = done >= PANEL;
+        TileArgs args = tile_args(*job, packed, tiles, t, column + done % PANEL + (up ? n : 0), next && up ? next + half_bytes : next);
         if (both) args.panel_bytes = half_bytes;
         args.out = buffer + done;
         args.out_stride = 2 * PANEL;
+        if (tiles.n > 1) feed_tile(job->c->feed, &job->c->worker[worker], &args);
         (both ? pick_tile<S, T, WIDE_ROWS, WIDE_VECTORS>(rows) : pick_tile<S, T, TALL_ROWS, TALL_VECTORS>(rows))(args);
       }
       T *out = job->out + (first + tiles.first(t)) * n + column;
@@ -122,6 +159,7 @@ static void gated_unit(void *raw, int unit, int worker) {
           store(out + i * n + j, mul(rounded(silu_of(load(gate)), T()), load(gate + PANEL)));
         }
     }
+  }
 }
 
 // Into how many ranges the panels are cut: the number at which the busiest thread has least to do if all are equally fast; of

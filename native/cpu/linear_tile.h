@@ -14,6 +14,9 @@ struct TileArgs {
   // What this tile fetches ahead, a little at every step, and how far it moves per step.
   const char *ahead;
   int64_t ahead_step;
+  // And of what comes after this product.
+  const char *later;
+  int64_t later_step;
 };
 
 enum { ROW_BLOCK = 64, AHEAD_BYTES = 1024, STEP_BYTES = PANEL * 4, PANEL_VECTORS = PANEL / W };
@@ -24,7 +27,7 @@ static void tile(const TileArgs &t) {
   clear(acc);
   const char *a = t.a, *b = t.b;
   int64_t panel_bytes = t.panel_bytes;
-  const char *ahead = t.ahead;
+  const char *ahead = t.ahead, *later = t.later;
   for (int64_t s = 0; s < t.steps; s++) {
     S::template step<MR, NV>(
         acc, [a](int part, int i) { return a + (part * MR + i) * 4; },
@@ -36,6 +39,8 @@ static void tile(const TileArgs &t) {
     } else {
       __builtin_prefetch(ahead, 0, 2);
       ahead += t.ahead_step;
+      __builtin_prefetch(later, 0, 2);
+      later += t.later_step;
     }
     a += S::PARTS * MR * 4;
     b += STEP_BYTES;

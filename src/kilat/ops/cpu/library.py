@@ -6,7 +6,7 @@ from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
 from kilat.base.errors import ConfigError
 from kilat.ops.cpu.build import build
 
-ABI = 5
+ABI = 6
 F32, BF16 = 0, 1
 MAX_HEAD_DIM = 256
 MAX_PARTS = 8
