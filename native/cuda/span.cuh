@@ -18,7 +18,9 @@ struct Span {
 
 __device__ inline Span span_of(int position, int window, int max_splits, int split) {
   const int from = window > 0 ? max(0, position + 1 - window) : 0, n = position + 1 - from;
-  const int size = max(32, ((n + max_splits - 1) / max_splits + 31) / 32 * 32);
+  const int least = (n + max_splits - 1) / max_splits;
+  // long spans grow by little at a time: then they are as many as there may be, and no block has much more to read than others
+  const int size = least <= 2 * kGroupKeys ? max(32, (least + 31) / 32 * 32) : (least + 7) / 8 * 8;
   Span s;
   s.splits = (n + size - 1) / size;
   s.begin = from + split * size;
