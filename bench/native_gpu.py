@@ -1,9 +1,9 @@
 """Steps of one stream on one CUDA device with the native runtime and random weights: time per token, its tail, and where it goes.
 
-    python bench/native_gpu.py [--models 1b 8b] [--formats bf16 fp8 q4_0] [--steps 2000] [--library SO] [--out FILE.json]
+    python bench/native_gpu.py [--models 1b 8b] [--formats bf16 fp8 q4_0] [--steps 2000] [--wait] [--library SO] [--out FILE.json]
 
-A step is one call of the backend's ``forward`` from C: an id goes in, the id drawn comes out and is the next step's. Times are between
-the moments at which the caller has the ids. Bytes are those of the weights that a step reads, without keys and values.
+A step is one call of the backend's ``forward`` from C: an id goes in, the id drawn comes out and is the next step's, which is begun before
+the caller has the id (``--wait``: after). Times are between the moments at which the caller has the ids. Bytes are those of the weights that a step reads, without keys and values.
 """
 
 import argparse
@@ -66,8 +66,8 @@ def percentile(ordered: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def time_steps(session: Session, n: int) -> list[float]:
-    """Milliseconds between the ids of n steps after a prompt and a warm-up."""
+def time_steps(session: Session, n: int, ahead: bool) -> list[float]:
+    """Milliseconds between the ids of n steps after a prompt and a warm-up; ``ahead``: each is begun while the one before runs."""
     ids = [(i * 7919 + 13) % session.vocab for i in range(PROMPT)]
     first = session.forward(ids, 0, c.byref(greedy()))
     total = WARM_UP + n
@@ -78,6 +78,7 @@ def time_steps(session: Session, n: int) -> list[float]:
         c.c_int64(PROMPT),
         c.c_int64(1),
         c.c_int64(total),
+        c.c_int(ahead),
         c.byref(greedy()),
         times,
         c.byref(session.failure),
@@ -126,7 +127,7 @@ def measure(lib: c.CDLL, name: str, kind: str, args: argparse.Namespace) -> dict
     session = Session(lib, model, PROMPT + WARM_UP + args.steps + 8)
     built_s = time.perf_counter() - began
     try:
-        gaps = time_steps(session, args.steps)
+        gaps = time_steps(session, args.steps, not args.wait)
         spread, ghz = phases(session, config, PROMPT + WARM_UP + args.steps // 2, statistics.median(gaps))
         ids = [(i * 31 + 7) % session.vocab for i in range(512)]
         session.forward(ids, 0, c.byref(greedy()))
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--formats", nargs="+", choices=BITS, default=list(BITS))
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--wait", action="store_true")
     parser.add_argument("--library", type=Path, default=None)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -202,6 +204,7 @@ def main() -> None:
             "device": torch.cuda.get_device_name(),
             "host": platform.node(),
             "steps": args.steps,
+            "run_ahead": not args.wait,
             "read_gb_s": read_gb_s,
         }
         args.out.write_text(json.dumps({**head, "rows": rows}, indent=1))

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <utility>
 
 #include "model.h"
 #include "trace.h"
@@ -97,7 +98,7 @@ int session_memory(const Session *s, kilat_memory *out, int capacity) {
   r.add("kv", 0, s->kv_bytes);
   r.add("activations", 0, s->activation_bytes);
   r.add("tables", 0, s->table_bytes);
-  r.add("scratch", sizeof *s->result, s->scratch_bytes);
+  r.add("scratch", kPlaces * sizeof *s->result, s->scratch_bytes);
   return r.n();
 }
 
@@ -113,9 +114,13 @@ DrawView draw_view(const kilat_draw *draw) {
   return d;
 }
 
-Step step_of(Session *s) {
+float *logits_of(const Session *s, int place) { return s->view.logits + place * s->logits_stride; }
+
+// `logits`, `place`: where these and the id are left, or the logits are.
+Step step_of(const Session *s, int logits, int place) {
   Step step{};
   step.model = s->model->view, step.session = s->view;
+  step.session.logits = logits_of(s, logits), step.session.result += place, step.session.drawn += place;
   step.slots = s->model->slots, step.slot_bytes = s->model->slot_bytes, step.work_bytes = s->model->work_bytes;
   step.pace = s->model->pace;
   return step;
@@ -125,18 +130,20 @@ Step step_of(Session *s) {
 cudaError_t queue(Session *s, Step &step, bool only_sample) {
   step.barriers = s->barriers, step.number = ++s->launches;
   step.first_tag = s->tags, step.lockstep = s->model->lockstep;
+  const cudaError_t error = (only_sample ? launch_sample : launch_pass)(step, s->model->blocks, s->model->shared_bytes, s->stream);
+  if (error != cudaSuccess) return error;
   // only when all words are written anew: an old tag may not come round again
   if (!only_sample && step.first_matrix == 0) s->tags += unsigned(tags_of_pass(step));
   s->barriers += unsigned(only_sample ? barriers_of_sample(step) : barriers_of_pass(step));
-  return (only_sample ? launch_sample : launch_pass)(step, s->model->blocks, s->model->shared_bytes, s->stream);
+  return cudaSuccess;
 }
 
 // The id that launch `number` draws: it appears in host memory, which is seen sooner than the end of the launch.
-int await(Session *s, unsigned number, int32_t *next, kilat_failure *f) {
+int await(Session *s, int place, unsigned number, int32_t *next, kilat_failure *f) {
   constexpr double kPatience_s = 0.1;
   auto asked = std::chrono::steady_clock::now();
   for (unsigned spins = 1;; ++spins) {
-    const unsigned long long word = *const_cast<volatile unsigned long long *>(s->result);
+    const unsigned long long word = *const_cast<volatile unsigned long long *>(s->result + place);
     if (unsigned(word >> 32) == number) {
       const int id = int(unsigned(word)) - 2;
       if (id < 0)
@@ -154,8 +161,7 @@ int await(Session *s, unsigned number, int32_t *next, kilat_failure *f) {
   }
 }
 
-int finish(Session *s, const Step &last, int32_t *next, kilat_failure *f) {
-  if (last.draw.wanted) return await(s, last.number, next, f);
+int finish(Session *s, kilat_failure *f) {
   const cudaError_t error = cudaStreamSynchronize(s->stream);
   return error == cudaSuccess ? KILAT_OK : fail_cuda(f, error, "a step on the device");
 }
@@ -172,9 +178,10 @@ cudaError_t queue_prompt(Session *s, const int32_t *ids, int n, int64_t first, S
   return launch_prompt(p, places, s->model->matrices.data(), s->model->prompt, s->stream);
 }
 
-int forward(Session *s, const int32_t *ids, int64_t n, int64_t first, const kilat_draw *draw, int32_t *next, kilat_failure *f) {
-  Step step = step_of(s);
-  cudaError_t error = cudaSetDevice(s->model->device);
+// Queues the pass of ids [n]; `number` is that of its last launch.
+cudaError_t queue_forward(Session *s, const int32_t *ids, int64_t n, int64_t first, const kilat_draw *draw, unsigned &number) {
+  Step step = step_of(s, s->place, s->place);
+  cudaError_t error = cudaSuccess;
   if (n == 1) {
     step.id = *ids, step.position = int(first);
   } else {
@@ -185,16 +192,46 @@ int forward(Session *s, const int32_t *ids, int64_t n, int64_t first, const kila
   }
   step.draw = draw_view(draw);
   if (error == cudaSuccess) error = queue(s, step, false);
+  number = step.number;
+  return error;
+}
+
+// Queues the pass of the id that the last one draws, at `position`. Only its own place and the keys and values of its position change, which
+// nobody reads who does not ask for it.
+cudaError_t queue_ahead(Session *s, int64_t position, const kilat_draw &draw) {
+  const int place = s->place ^ 1;
+  Step step = step_of(s, place, place);
+  step.taken = s->view.drawn + s->place, step.position = int(position);
+  step.draw = draw_view(&draw);
+  const cudaError_t error = queue(s, step, false);
+  if (error == cudaSuccess) s->ahead = {true, step.number, -1, position, draw};
+  return error;
+}
+
+int forward(Session *s, const int32_t *ids, int64_t n, int64_t first, const kilat_draw *draw, const kilat_draw *after, int32_t *next,
+            kilat_failure *f) {
+  const Ahead ahead = std::exchange(s->ahead, {});
+  unsigned number = ahead.number;
+  s->place ^= 1;
+  cudaError_t error = cudaSetDevice(s->model->device);
+  if (error == cudaSuccess && !(n == 1 && draw && ahead.is_for(*ids, first, *draw))) error = queue_forward(s, ids, n, first, draw, number);
+  if (error == cudaSuccess && after) error = queue_ahead(s, first + n, *after);
   if (error != cudaSuccess) return fail_cuda(f, error, "starting a step on the device");
-  return finish(s, step, next, f);
+  if (!draw) return finish(s, f);
+  const int status = await(s, s->place, number, next, f);
+  if (status == KILAT_OK)
+    s->ahead.id = *next;
+  else
+    s->ahead = {};
+  return status;
 }
 
 int sample(Session *s, const kilat_draw *draw, int32_t *next, kilat_failure *f) {
-  Step step = step_of(s);
+  Step step = step_of(s, s->place, kDrawPlace);
   step.draw = draw_view(draw);
   cudaError_t error = cudaSetDevice(s->model->device);
   if (error == cudaSuccess) error = queue(s, step, true);
-  return error == cudaSuccess ? finish(s, step, next, f) : fail_cuda(f, error, "starting to sample on the device");
+  return error == cudaSuccess ? await(s, kDrawPlace, step.number, next, f) : fail_cuda(f, error, "starting to sample on the device");
 }
 
 // Waits for what is queued, then copies.
@@ -205,7 +242,7 @@ int copy(const Session *s, void *to, const void *from, int64_t bytes, cudaMemcpy
 }
 
 int logits_read(Session *s, float *out, kilat_failure *f) {
-  return copy(s, out, s->view.logits, int64_t(s->model->view.vocab) * 4, cudaMemcpyDeviceToHost, f);
+  return copy(s, out, logits_of(s, s->place), int64_t(s->model->view.vocab) * 4, cudaMemcpyDeviceToHost, f);
 }
 
 int layers_read(Session *s, float *out, kilat_failure *f) {
@@ -245,9 +282,10 @@ int state_read(Session *s, int64_t n, void *out, kilat_failure *f) {
 
 int state_write(Session *s, int64_t n, const void *data, kilat_failure *f) {
   char *from = const_cast<char *>(static_cast<const char *>(data));
+  s->ahead = {};
   const int status = copy_kv(s, n, from, false, f);
   if (status != KILAT_OK) return status;
-  return copy(s, s->view.logits, from + kv_rows(s) * n * kv_row_bytes(s), int64_t(s->model->view.vocab) * 4, cudaMemcpyHostToDevice, f);
+  return copy(s, logits_of(s, s->place), from + kv_rows(s) * n * kv_row_bytes(s), int64_t(s->model->view.vocab) * 4, cudaMemcpyHostToDevice, f);
 }
 
 const kilat_backend backend = {model_build,    model_free,  model_kernels, model_weights, model_memory, session_create, session_free, session_memory,

@@ -23,6 +23,28 @@ struct kilat_device_model {
   float rope_factor = 1;
 };
 
+namespace kilat_cuda {
+
+// Where passes leave logits and ids: in the first two in turn, so that one that was begun too early spoils nothing; a draw alone leaves its
+// id in the last.
+constexpr int kPassPlaces = 2, kDrawPlace = 2, kPlaces = 3;
+
+// A pass of one token that was begun before the host had its id.
+struct Ahead {
+  bool begun = false;
+  unsigned number = 0;   // of the launch
+  int32_t id = -1;       // which it takes, once the host has it
+  int64_t position = 0;
+  kilat_draw draw{};
+
+  bool is_for(int32_t wanted_id, int64_t at, const kilat_draw &d) const {
+    return begun && wanted_id == id && at == position && d.temperature == draw.temperature && d.top_p == draw.top_p && d.min_p == draw.min_p &&
+           d.u == draw.u && d.top_k == draw.top_k;
+  }
+};
+
+}  // namespace kilat_cuda
+
 struct kilat_device_session {
   kilat_device_model *model = nullptr;
   cudaStream_t stream = nullptr;
@@ -30,10 +52,13 @@ struct kilat_device_session {
   kilat_cuda::Prompt prompt{};           // its buffers
   int prompt_rows = 0;                   // tokens of a pass that they hold
   char *arena = nullptr;
-  unsigned long long *result = nullptr;  // pinned, the kernels write it
+  unsigned long long *result = nullptr;  // [kPlaces], pinned, the kernels write it
   long long *trace = nullptr;            // device, as SessionView's
   int64_t kv_bytes = 0, table_bytes = 0, activation_bytes = 0, scratch_bytes = 0;
   unsigned barriers = 0, launches = 0, tags = 1;
+  int64_t logits_stride = 0;
+  int place = 0;                         // of the last pass that was asked for
+  kilat_cuda::Ahead ahead;               // its place is the other one
 };
 
 namespace kilat_cuda {

@@ -174,6 +174,7 @@ class Sampler {
     if (threadIdx.x == 0) answer_from_one(id);
   }
   __device__ void answer_from_one(int id) {
+    if (id >= 0) *step_.session.drawn = id;
     *step_.session.result = (static_cast<unsigned long long>(step_.number) << 32) | unsigned(id + 2);
     __threadfence_system();
   }

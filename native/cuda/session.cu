@@ -22,7 +22,8 @@ void carve(kilat_device_session &s, int64_t context, bool keep_layers, Carver &c
   for (auto [vector, n] : {std::pair{&v.entering, m.hidden}, {&v.between, m.hidden}, {&v.qkv, m.shape[kQkv].rows},
                            {&v.attended, m.shape[kOut].columns}, {&v.gated, m.inner}})
     *vector = c.take<uint32_t>(int64_t(2) * n);
-  v.logits = c.take<float>(int64_t(m.shape[kHead].tiles) * kTileRows);
+  s.logits_stride = int64_t(m.shape[kHead].tiles) * kTileRows;
+  v.logits = c.take<float>(kPassPlaces * s.logits_stride);
   v.layers = keep_layers ? c.take<__nv_bfloat16>(int64_t(m.layers + 1) * m.hidden) : nullptr;
   const int64_t qkv = m.shape[kQkv].rows, attended = m.shape[kOut].columns;
   s.prompt_rows = int(rows);
@@ -35,6 +36,7 @@ void carve(kilat_device_session &s, int64_t context, bool keep_layers, Carver &c
   v.tops = c.take<unsigned long long>(2 * s.model->blocks);
   v.bins = c.take<unsigned long long>(4 * 256);
   v.barrier = c.take<unsigned>(1);
+  v.drawn = c.take<int>(kPlaces);
   s.prompt.sums = c.take<float>(s.model->prompt.sums);
   s.prompt.arrived = c.take<unsigned>(s.model->prompt.groups);
   s.trace = c.take<long long>(kTraceClocks(m.layers));
@@ -52,9 +54,9 @@ int create_session(kilat_device_model *m, int64_t context, int64_t flags, kilat_
   if (error == cudaSuccess) error = cudaMalloc(reinterpret_cast<void **>(&s.arena), sizes.used());
   if (error == cudaSuccess) error = cudaMemset(s.arena, 0, sizes.used());
   if (error == cudaSuccess)
-    error = cudaHostAlloc(reinterpret_cast<void **>(&s.result), sizeof *s.result, cudaHostAllocMapped | cudaHostAllocPortable);
+    error = cudaHostAlloc(reinterpret_cast<void **>(&s.result), kPlaces * sizeof *s.result, cudaHostAllocMapped | cudaHostAllocPortable);
   if (error != cudaSuccess) return fail_cuda(f, error, "memory for a session on the device");
-  *s.result = 0;
+  std::fill(s.result, s.result + kPlaces, 0);
   Carver places(s.arena);
   carve(s, context, flags & KILAT_KEEP_LAYERS, places);
   void *result = nullptr;

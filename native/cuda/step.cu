@@ -66,12 +66,16 @@ __device__ inline void gather(const Step &step, int index, bool waits, __nv_bflo
   }
 }
 
+// The pass's token, which the host may not know yet.
+__device__ inline int token_of(const Step &step) { return step.taken ? __ldcg(step.taken) : step.id; }
+
 // The same from the embedding.
 template <class Each>
 __device__ inline void gather_embedded(const Step &step, __nv_bfloat16 *to, const Each &each) {
+  const int id = token_of(step);
 #pragma unroll 1
   for (int at = thread_here() * 4; at < step.model.hidden; at += kThreads * 4) {
-    const uint2 pairs = make_uint2(embedded(step.model, step.id, at), embedded(step.model, step.id, at + 2));
+    const uint2 pairs = make_uint2(embedded(step.model, id, at), embedded(step.model, id, at + 2));
     *reinterpret_cast<uint2 *>(to + at) = pairs;
     each(pairs);
   }
@@ -125,7 +129,7 @@ __device__ inline void stage(const Step &step, int index, __nv_bfloat16 *to, flo
 __device__ inline float residual_of(const Step &step, int index, int at) {
   const ModelView &m = step.model;
   if (index == kOut) {
-    const uint32_t pair = embedded(m, step.id, at & ~1);
+    const uint32_t pair = embedded(m, token_of(step), at & ~1);
     return at & 1 ? high(pair) : low(pair);
   }
   return number_of(load_word(words_of(step, index - 1).at + at));

@@ -40,13 +40,14 @@ struct SessionView {
   uint32_t *qkv;             // [.., (q_heads + 2 kv_heads) * head_dim]
   uint32_t *attended;        // [.., q_heads * head_dim]
   uint32_t *gated;           // [.., inner]
-  float *logits;             // [tiles of the head * 16]
+  float *logits;             // [tiles of the head * 16] of this pass
   __nv_bfloat16 *layers;     // [layers + 1, hidden] or null: what entered each layer
   struct Partial *partial;   // [head groups, max_splits, 8, head_dim]: what attention to a span gives
   unsigned long long *tops;  // [2, blocks]: maxima of blocks, then sums of blocks
   unsigned long long *bins;  // [4, 256] of the sampler
   unsigned *barrier;         // counts arrivals of blocks, and wraps
-  volatile unsigned long long *result;  // host memory: launch number << 32 | (id + 2)
+  volatile unsigned long long *result;  // host memory, of this pass: launch number << 32 | (id + 2)
+  int *drawn;                // the id that this pass draws, for the next one; a valid id at all times
   long long *trace;          // or null: clocks of block 0
 };
 
@@ -71,6 +72,7 @@ struct Step {
   SessionView session;
   DrawView draw;
   int id, position;       // the token
+  const int *taken;       // or null: where its id is instead, for the pass before draws it
   int first_matrix;       // 0, or layers * 4: only the head, of what lies in `entering`
   unsigned barriers;      // arrivals at `barrier` before this launch, over blocks
   unsigned first_tag;     // of this launch

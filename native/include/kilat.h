@@ -105,12 +105,15 @@ typedef struct kilat_memory {
 /* All memory of `model` (if not null) and of `session` (if not null) by owner, into out [capacity]; *n is the number of owners. */
 KILAT_API int kilat_memory_report(const kilat_model *model, const kilat_session *session, kilat_memory *out, int capacity, int *n);
 
-enum { KILAT_KEEP_LAYERS = 1 };
+enum { KILAT_KEEP_LAYERS = 1, KILAT_RUN_AHEAD = 2 };
 
 /* How a session is made; null: context 0, no flags. */
 typedef struct kilat_session_options {
   int64_t context; /* tokens that it can hold; 0: the model's max_context, at most 4096 */
-  int64_t flags;   /* KILAT_KEEP_LAYERS: kilat_layers works, at a cost to every step */
+  int64_t flags;   /* KILAT_KEEP_LAYERS: kilat_layers works, at a cost to every step.
+                      KILAT_RUN_AHEAD: for streams. A call that draws an id also starts the step that takes it, where a device can do
+                      so before the caller has the id (CUDA, without KILAT_KEEP_LAYERS). kilat_step with this id and the same
+                      sampling goes on with that; any other call finds the session as if it had not been, after one step's time. */
 } kilat_session_options;
 
 /* An empty session. *out as for kilat_open. */

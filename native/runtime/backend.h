@@ -106,9 +106,11 @@ typedef struct kilat_backend {
 
   /* Write K and V of ids [n] at positions first ... first + n - 1, all before being there, and leave the logits of the last one;
    * with `draw` also sample from them into *next (KILAT_NOT_FINITE when their maximum is not finite). n is 1 for a step; the
-   * backend cuts a long prompt as it likes. */
-  int (*forward)(kilat_device_session *s, const int32_t *ids, int64_t n, int64_t first, const kilat_draw *draw, int32_t *next,
-                 kilat_failure *f);
+   * backend cuts a long prompt as it likes.
+   * `after`, only with `draw`: the caller likely goes on with *next, to be followed by this draw, and position first + n is free. A
+   * backend may begin that before it returns, as long as nobody can tell who then does something else. Never with layers kept. */
+  int (*forward)(kilat_device_session *s, const int32_t *ids, int64_t n, int64_t first, const kilat_draw *draw,
+                 const kilat_draw *after, int32_t *next, kilat_failure *f);
   /* Sample from the logits that are there. */
   int (*sample)(kilat_device_session *s, const kilat_draw *draw, int32_t *next, kilat_failure *f);
   /* out [vocab] fp32. */

@@ -176,7 +176,9 @@ int sample(Session *s, const kilat_draw *draw, int32_t *next, kilat_failure *f) 
   return KILAT_OK;
 }
 
-int forward(Session *s, const int32_t *ids, int64_t n, int64_t first, const kilat_draw *draw, int32_t *next, kilat_failure *f) {
+// Nothing is begun early: a processor that computes is not waited for.
+int forward(Session *s, const int32_t *ids, int64_t n, int64_t first, const kilat_draw *draw, const kilat_draw *, int32_t *next,
+            kilat_failure *f) {
   for (int64_t done = 0; done < n; done += s->chunk) {
     int64_t count = n - done < s->chunk ? n - done : s->chunk;
     embed(s, ids + done, count);

@@ -33,7 +33,7 @@ struct kilat_session {
   kilat_device_session *device = nullptr;
   std::vector<int32_t> ids;  // the tokens, room for `context` of them
   int64_t context = 0;
-  bool has_logits = false, keeps_layers = false;
+  bool has_logits = false, keeps_layers = false, runs_ahead = false;
   kilat_failure error = {};
 
   kilat_session() = default;

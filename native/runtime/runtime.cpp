@@ -60,12 +60,16 @@ void forward(kilat_session *s, const int32_t *ids, int64_t n, const kilat_sampli
   for (int64_t i = 0; i < n; i++)
     if (ids[i] < 0 || ids[i] >= s->model->vocab)
       fail(KILAT_BAD_ARGUMENT, "id %d is outside the vocabulary of %lld", ids[i], static_cast<long long>(s->model->vocab));
-  kilat_draw draw;
-  if (sampling) draw = draw_of(*sampling, s->n_tokens() + n);
+  const int64_t upto = s->n_tokens() + n;
+  const bool ahead = s->runs_ahead && sampling && upto < s->context;
+  kilat_draw draw, after;
+  if (sampling) draw = draw_of(*sampling, upto);
+  if (ahead) after = draw_of(*sampling, upto + 1);
   kilat_failure failure = {};
   int32_t drawn = 0;
   s->has_logits = false;
-  int status = s->model->backend->forward(s->device, ids, n, s->n_tokens(), sampling ? &draw : nullptr, &drawn, &failure);
+  int status = s->model->backend->forward(s->device, ids, n, s->n_tokens(), sampling ? &draw : nullptr,
+                                           ahead ? &after : nullptr, &drawn, &failure);
   // Logits that are not finite were computed all the same: the tokens are there.
   if (status && status != KILAT_NOT_FINITE) fail(status, "%s", failure.text);
   s->ids.insert(s->ids.end(), ids, ids + n);  // reserved at creation
@@ -184,6 +188,7 @@ int kilat_session_create(kilat_model *m, const kilat_session_options *given, kil
            static_cast<long long>(s->context), static_cast<long long>(most));
     s->model = m;
     s->keeps_layers = options.flags & KILAT_KEEP_LAYERS;
+    s->runs_ahead = options.flags & KILAT_RUN_AHEAD && !s->keeps_layers;
     s->ids.reserve(size_t(s->context));
     kilat_failure failure = {};
     if (int status = m->backend->session_create(m->device, s->context, options.flags, &s->device, &failure))

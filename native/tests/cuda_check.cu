@@ -32,11 +32,12 @@ __global__ void read_kernel(const uint4 *from, int64_t n, unsigned *out) {
 }  // namespace
 
 // n steps at positions first, first + stride, ... with the drawn id fed back; times[i] is when step i's id was there, in seconds.
-extern "C" int kilat_time_steps(kilat_device_session *s, int32_t id, int64_t first, int64_t stride, int64_t n, const kilat_draw *draw,
-                                double *times, kilat_failure *f) {
+// `ahead`, with stride 1: each step is begun while the one before runs.
+extern "C" int kilat_time_steps(kilat_device_session *s, int32_t id, int64_t first, int64_t stride, int64_t n, int ahead,
+                                const kilat_draw *draw, double *times, kilat_failure *f) {
   const kilat_backend *b = kilat_cuda_backend();
   for (int64_t i = 0; i < n; ++i) {
-    const int status = b->forward(s, &id, 1, first + i * stride, draw, &id, f);
+    const int status = b->forward(s, &id, 1, first + i * stride, draw, ahead ? draw : nullptr, &id, f);
     if (status != KILAT_OK) return status;
     times[i] = now_s();
   }

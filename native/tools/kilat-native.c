@@ -198,6 +198,7 @@ int main(int argc, char **argv) {
   kilat_session *s = NULL;
   int failed, status;
   a.max = 128;
+  a.session.flags = KILAT_RUN_AHEAD;
   a.sampling.top_p = 1;
   if (argc == 2 && !strcmp(argv[1], "--help")) return fputs(kHelp, stdout) < 0;
   if (parse(argc, argv, &a)) return 2;

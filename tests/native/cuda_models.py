@@ -177,11 +177,13 @@ class Session:
         self.table.session_free(self.session)
         self.table.model_free(self.model)
 
-    def forward(self, ids: list[int], first: int, draw: table.Draw | None = None) -> int:
+    def forward(
+        self, ids: list[int], first: int, draw: table.Draw | None = None, after: table.Draw | None = None
+    ) -> int:
         numbers, out = (c.c_int32 * len(ids))(*ids), c.c_int32(-1)
         self._check(
             self.table.forward(
-                self.session, numbers, len(ids), first, draw, c.byref(out), c.byref(self.failure)
+                self.session, numbers, len(ids), first, draw, after, c.byref(out), c.byref(self.failure)
             )
         )
         return out.value

@@ -103,7 +103,7 @@ class Backend(c.Structure):
         ("session_create", _function(_I, _P, _L, _L, c.POINTER(_P), _F)),
         ("session_free", _function(None, _P)),
         ("session_memory", _function(_I, _P, c.POINTER(Memory), _I)),
-        ("forward", _function(_I, _P, _P, _L, _L, c.POINTER(Draw), c.POINTER(c.c_int32), _F)),
+        ("forward", _function(_I, _P, _P, _L, _L, *[c.POINTER(Draw)] * 2, c.POINTER(c.c_int32), _F)),
         ("sample", _function(_I, _P, c.POINTER(Draw), c.POINTER(c.c_int32), _F)),
         ("logits_read", _function(_I, _P, _P, _F)),
         ("layers_read", _function(_I, _P, _P, _F)),

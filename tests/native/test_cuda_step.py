@@ -240,6 +240,31 @@ def test_a_draw_of_a_step_is_the_draw_of_its_logits(device, opened):
         assert session.forward([token], i, c.byref(draw)) == session.sample(draw)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.1])
+def test_steps_that_are_begun_early_change_no_bit(device, opened, temperature):
+    model = device.model("llama")
+    plain, early = opened(model, flags=0), opened(model, flags=0)
+    ids, n = tokens(5, model.config.vocab), 5
+
+    def draw(position: int) -> table.Draw:
+        return table.Draw(temperature, 0.95, 0.0, uniform(9, position), 40)
+
+    for i in range(40 if device.name == "cuda" else 12):
+        own, following = draw(n), c.byref(draw(n + 1))
+        drawn = plain.forward(ids, n - len(ids), c.byref(own))
+        assert early.forward(ids, n - len(ids), c.byref(own), following) == drawn
+        if i % 3 == 1:
+            assert early.sample(draw(n + 7)) == plain.sample(draw(n + 7))
+            assert torch.equal(early.logits(), plain.logits())
+        if i % 5 == 2:
+            assert torch.equal(early.state(n), plain.state(n))
+        if i % 5 == 3:
+            early.restore(n, plain.state(n))
+        # what was begun is of use twice, then not
+        ids = [(drawn + (i % 3 == 2)) % model.config.vocab] if i % 7 else tokens(3, model.config.vocab)
+        n += len(ids)
+
+
 def test_output_that_is_not_finite_is_an_error_and_the_session_lives_on(device, opened):
     model = device.model("llama")
     model.norm.data[3] = float("nan")
@@ -247,6 +272,8 @@ def test_output_that_is_not_finite_is_an_error_and_the_session_lives_on(device, 
     for draw in (greedy(), table.Draw(0.7, 0.9, 0.0, 0.25, 5)):
         with pytest.raises(RuntimeError, match="not finite"):
             session.forward([1], 0, c.byref(draw))
+        with pytest.raises(RuntimeError, match="not finite"):
+            session.forward([1], 0, c.byref(draw), c.byref(draw))
     session.forward([1, 2, 3], 0)
 
 

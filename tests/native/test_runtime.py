@@ -60,6 +60,13 @@ def test_snapshot_of_another_model_is_refused_and_leaves_an_empty_session(model,
         assert ours.n_tokens == 0
 
 
+def test_a_session_that_may_run_ahead_gives_the_ids_of_one_that_may_not(model):
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=4)
+    with model.session(64) as plain, model.session(64, run_ahead=True) as ahead:
+        assert twins.native_ids(ahead, PROMPT, 20, sampling) == twins.native_ids(plain, PROMPT, 20, sampling)
+        assert ahead.snapshot() == plain.snapshot()
+
+
 def test_tokens_past_the_context_are_refused_and_the_session_stays(model):
     with model.session(8) as session:
         session.prefill(PROMPT)

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     ) as model:
         clock.opened = time.perf_counter()
         prompt, text = _read(files, model, args)
-        with model.session(args.context) as session:
+        with model.session(args.context, run_ahead=True) as session:
             clock.ready = time.perf_counter()
             end = () if args.ignore_eos else model.info.end_ids
             most = min(args.max_tokens, session.context - len(prompt) + 1)

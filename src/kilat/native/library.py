@@ -13,7 +13,7 @@ TOO_SMALL = 9
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHTS = ("auto", "stored", "wide")
-KEEP_LAYERS = 1
+KEEP_LAYERS, RUN_AHEAD = 1, 2
 
 
 class Options(ctypes.Structure):

@@ -122,12 +122,16 @@ class NativeModel:
             end_ids=tuple(raw.end_ids[: raw.n_end_ids]),
         )
 
-    def session(self, context: int = 0, *, keep_layers: bool = False) -> "NativeSession":
+    def session(
+        self, context: int = 0, *, keep_layers: bool = False, run_ahead: bool = False
+    ) -> "NativeSession":
         """An empty session of ``context`` tokens (0: the model's, at most 4096), all of its memory reserved.
 
-        With ``keep_layers`` :meth:`NativeSession.layers` works, at a cost to every step.
+        With ``keep_layers`` :meth:`NativeSession.layers` works, at a cost to every step. ``run_ahead`` is for streams: where a device can,
+        a step is begun before the id it takes has come back; ids and everything else are the same.
         """
-        return NativeSession(self, lib.SessionOptions(context, lib.KEEP_LAYERS if keep_layers else 0))
+        flags = lib.KEEP_LAYERS * keep_layers | lib.RUN_AHEAD * run_ahead
+        return NativeSession(self, lib.SessionOptions(context, flags))
 
     def memory(self, session: "NativeSession | None" = None) -> list[MemoryOwner]:
         """All memory of the model, and of ``session``, by owner."""
