@@ -62,6 +62,31 @@ def test_one_call_gives_the_bits_of_the_ops_one_by_one(name, dtype, kernels):
     assert torch.isfinite(logits).all() and logits.float().std() > 0
 
 
+@pytest.mark.parametrize("places", [[0, 7, 8, 20, 21], [0, 8, 20], [20], [], [0, 3, 4, 7, 8]], ids=str)
+def test_only_tokens_whose_logits_are_asked_for_leave_the_last_layer(places, kernels):
+    model = model_of("qwen3", kernels, torch.bfloat16)
+    batch = dataclasses.replace(mixed_step(model), logits_at=torch.tensor(places, dtype=torch.int32))
+    logits, pages = outcome(model, batch, in_one_call=True)
+    expected, expected_pages = outcome(model, batch, in_one_call=False)
+    assert logits.shape == (len(places), model.config.vocab_size)
+    assert torch.equal(logits, expected) and torch.equal(pages, expected_pages)
+
+
+def test_rows_that_decode_but_do_not_sample_have_no_logits(kernels):
+    model = model_of("llama", kernels, torch.bfloat16)
+    heads = model.layers[0].attention.heads
+    batch = step([1, 1, 1], [9, 1, 17], Shape(heads.n_q, heads.n_kv, heads.dim, 8))
+    for places in ([0, 1, 2], [1]):
+        asked = dataclasses.replace(
+            batch,
+            token_ids=torch.tensor([1, 2, 3], dtype=torch.int32),
+            logits_at=torch.tensor(places, dtype=torch.int32),
+        )
+        assert torch.equal(
+            outcome(model, asked, in_one_call=True)[0], outcome(model, asked, in_one_call=False)[0]
+        )
+
+
 def test_gate_that_the_kernels_fuse_is_the_same_too(kernels):
     model = model_of("llama", kernels, torch.bfloat16, intermediate_size=128)
     batch = mixed_step(model)

@@ -105,7 +105,7 @@ class Decoder:
             x, residual = self.all_layers(x, self.cos_sin, kv, batch)
         else:
             x, residual = self.one_by_one(x, batch, kv)
-        if batch.logits_at is not None:
-            x, residual = x[batch.logits_at], residual[batch.logits_at]
+            if batch.logits_at is not None:
+                x, residual = x[batch.logits_at], residual[batch.logits_at]
         x, _ = self.kernels.add_rms_norm(x, residual, self.norm, self.config.norm_eps)
         return self.kernels.linear(x, self.head)

@@ -26,7 +26,8 @@ class LayerWeights:
 
 
 class Layers(Protocol):
-    """x [T, hidden] -> (x, residual), whose sum leaves the last layer; x is overwritten. ``kv``: the whole pool [pages, layers, 2,
-    page_tokens, Hkv, D]. To the bit what the set's ops give one after the other."""
+    """x [T, hidden] -> (x, residual) of the tokens at ``batch.logits_at`` [S, hidden], all if that is None; their sum leaves the last
+    layer. x is overwritten. ``kv``: the whole pool [pages, layers, 2, page_tokens, Hkv, D]. To the bit what the set's ops give one
+    after the other."""
 
     def __call__(self, x: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch) -> tuple[Tensor, Tensor]: ...

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import byref, c_double, c_int, c_int64, c_void_p
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from kilat.ops.batch import StepBatch
 from kilat.ops.cpu.library import HeadShape, KvView, Rows
 from kilat.ops.layers import LayerWeights
 
-_EVERY_TOKEN = 0
+_EVERY_TOKEN, _LAST_OF_ROWS, _NO_TOKEN = range(3)
 
 
 class _Layer(ctypes.Structure):
@@ -121,6 +122,7 @@ class BoundLayers:
         page, layer, side, token, head, _ = kv.stride()
         table, lengths = batch.page_table, batch.kv_len
         rows = lengths.shape[0]
+        wanted, places = _wanted(batch, n)
         step = _Pass(
             cos_sin.data_ptr(),
             batch.positions.data_ptr(),
@@ -129,7 +131,7 @@ class BoundLayers:
             KvView(kv.data_ptr(), page, side, token, head, kv.shape[3]),
             layer,
             n,
-            _EVERY_TOKEN,
+            wanted,
             None,
             None,
         )
@@ -138,7 +140,24 @@ class BoundLayers:
         at = (x.data_ptr(), residual.data_ptr(), room.data_ptr())
         if self._run(self._context, byref(self._decoder), byref(step), *at):
             raise EngineError("no memory for a forward pass")
-        return x, residual
+        return (x, residual) if places is None else (x[places], residual[places])
+
+
+def _wanted(batch: StepBatch, n_tokens: int) -> tuple[int, slice | Tensor | None]:
+    """What a pass goes on with past the keys and values of the last layer, and where in its result the tokens at ``logits_at`` are; None:
+    they are all of it."""
+    if batch.logits_at is None:
+        return _EVERY_TOKEN, None
+    at, n_rows = batch.logits_at.numpy(), batch.kv_len.shape[0]
+    if len(at) == 0:
+        return _NO_TOKEN, slice(0, 0)
+    if n_tokens == n_rows:
+        return _EVERY_TOKEN, None if len(at) == n_rows else batch.logits_at
+    last = batch.row_start.numpy()[1:] - 1
+    rows = np.searchsorted(last, at)
+    if not np.array_equal(last[rows], at):  # the log-probabilities of a prompt
+        return _EVERY_TOKEN, batch.logits_at
+    return _LAST_OF_ROWS, slice(0, n_rows) if len(at) == n_rows else torch.from_numpy(rows)
 
 
 def _layer(w: LayerWeights) -> _Layer:
