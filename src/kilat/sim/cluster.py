@@ -37,6 +37,7 @@ BEST_EFFORT = (
     wire.Peers,
     wire.Abort,
     wire.Announce,
+    wire.Expect,
     wire.Export,
 )
 """Messages whose loss may cost time but nothing else; an Offered without a record is one too."""
