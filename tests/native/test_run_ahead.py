@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kilat.base.errors import LimitError
@@ -126,7 +126,9 @@ CALLS = (
 )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(
+    max_examples=6, deadline=None, phases=[Phase.generate]
+)  # steps are slow here: no smaller failure is sought
 @given(st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 299)), min_size=4, max_size=14))
 def test_whatever_is_called_between_steps_no_call_tells_a_session_that_runs_ahead(model, calls):
     with model.session(64) as plain, model.session(64, run_ahead=True) as ahead:
