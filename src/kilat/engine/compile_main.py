@@ -39,11 +39,11 @@ def share(shapes: Iterable[Shape], index: int, count: int) -> list[Shape]:
 
 
 def meta_runner(config: EngineConfig, kernels: Kernels) -> DeviceRunner:
-    """A runner like the engine's for ``config`` on the meta device, with one layer of each kind."""
+    """A runner like the engine's for ``config`` on the meta device, with one layer of each kind and a last one, which may need other kernels."""
     files = ModelFiles(kind=config.model_kind, path=Path(config.model_path), name=config.model_id)  # type: ignore[arg-type]
     raw = read_raw_config(files)
     decoder = read_config(raw)
-    decoder = replace(decoder, attention=tuple(dict.fromkeys(decoder.attention)))
+    decoder = replace(decoder, attention=(*dict.fromkeys(decoder.attention), decoder.attention[-1]))
     dtype = choose_dtype(config.dtype, raw)
     length = choose_max_model_len(config.max_model_len, decoder.max_positions)
     build = DummyBuild(

@@ -10,6 +10,7 @@ from kilat.nn.build import Build
 from kilat.nn.embedding import Embedding, untied_head
 from kilat.nn.mlp import GatedMlp
 from kilat.nn.rotary import Rope, cos_sin_table
+from kilat.nn.wanted import pays, wanted_rows
 from kilat.ops.batch import StepBatch
 from kilat.ops.layers import LayerWeights
 from kilat.ops.rope_write import KvScale
@@ -61,11 +62,31 @@ class DecoderLayer:
         self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, kv: Tensor, batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
         """x, residual [T, hidden] -> the same pair; the layer's input is x + residual (residual None: x alone)."""
+        x, residual = self._enter(x, residual)
+        return self._leave(self.attention(x, cos_sin, kv, batch), residual)
+
+    def wanted(
+        self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, kv: Tensor, batch: StepBatch
+    ) -> tuple[Tensor, Tensor]:
+        """As a call, but the pair is that of the tokens at ``batch.logits_at`` [S, hidden]: of the others only K and V are computed.
+        Needs ``attention.parts``."""
+        x, residual = self._enter(x, residual)
+        self.attention.write(x, cos_sin, kv, batch)
+        # TRAP: our kernels may read a StepBatch and older tokens' K and V before the kernels in front of them are done. The rows are picked
+        # by ordinary launches, which let nothing pass: they have to lie behind the write and, the last one, behind the new batch.
+        rows = wanted_rows(batch)
+        residual = residual[batch.logits_at]
+        if len(residual) == 0:
+            return residual, residual
+        x = self.feed_attention.rms_norm(residual, self.norm_in, self.eps)
+        return self._leave(self.attention.read(x, cos_sin, kv, rows), residual)
+
+    def _enter(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            x, residual = self.feed_attention.rms_norm(x, self.norm_in, self.eps), x
-        else:
-            x, residual = self.feed_attention.add_rms_norm(x, residual, self.norm_in, self.eps)
-        x = self.attention(x, cos_sin, kv, batch)
+            return self.feed_attention.rms_norm(x, self.norm_in, self.eps), x
+        return self.feed_attention.add_rms_norm(x, residual, self.norm_in, self.eps)
+
+    def _leave(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         x, residual = self.feed_mlp.add_rms_norm(x, residual, self.norm_mid, self.eps)
         return self.mlp(x), residual
 
@@ -91,12 +112,14 @@ class Decoder:
             layer.attention.kv_scale = scale
 
     def one_by_one(self, x: Tensor, batch: StepBatch, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] through the layers, op after op: (x, residual), whose sum leaves the last one."""
+        """x [T, hidden] through the layers, op after op: (x, residual) of the tokens at ``batch.logits_at``, whose sum leaves the last one."""
         residual = None
-        for i, layer in enumerate(self.layers):
+        *layers, last = self.layers
+        for i, layer in enumerate(layers):
             x, residual = layer(x, residual, self.cos_sin, kv[:, i], batch)
-        assert residual is not None
-        return x, residual
+        if last.attention.parts is not None and pays(batch):
+            return last.wanted(x, residual, self.cos_sin, kv[:, len(layers)], batch)
+        return _at_logits(batch, *last(x, residual, self.cos_sin, kv[:, len(layers)], batch))
 
     def __call__(self, batch: StepBatch, kv: Tensor) -> Tensor:
         """Logits [S, vocab] of the tokens at ``batch.logits_at``, in the model's dtype."""
@@ -105,7 +128,11 @@ class Decoder:
             x, residual = self.all_layers(x, self.cos_sin, kv, batch)
         else:
             x, residual = self.one_by_one(x, batch, kv)
-            if batch.logits_at is not None:
-                x, residual = x[batch.logits_at], residual[batch.logits_at]
         x, _ = self.kernels.add_rms_norm(x, residual, self.norm, self.config.norm_eps)
         return self.kernels.linear(x, self.head)
+
+
+def _at_logits(batch: StepBatch, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of the tokens whose logits are wanted."""
+    at = batch.logits_at
+    return (x, residual) if at is None else (x[at], residual[at])

@@ -88,6 +88,25 @@ def pack_fp8(w: Fp8Weight, bias: Tensor | None = None) -> LinearWeight:
     return LinearWeight(w, (w.data.shape[0], w.data.shape[1]), FP8, bias, w.n_bytes)
 
 
+def cut_linear(w: LinearWeight, outputs: slice) -> LinearWeight | None:
+    """Outputs ``start`` .. ``stop`` - 1 of a packed weight as a weight of its own, a view of it; None where its layout has no such view.
+
+    FP8: None where the outputs begin or end inside a block of 128.
+    """
+    bias = None if w.bias is None else w.bias[outputs]
+    if not isinstance(w.data, Fp8Weight):
+        return plain.pack_linear(w.data[outputs], bias)
+    blocks = whole_blocks(outputs, w.shape[0])
+    return None if blocks is None else pack_fp8(Fp8Weight(w.data.data[outputs], w.data.scale[blocks]), bias)
+
+
+def whole_blocks(outputs: slice, n_out: int) -> slice | None:
+    """The blocks of 128 that ``outputs`` of ``n_out`` are; None where they cut one."""
+    if outputs.start % BLOCK or (outputs.stop % BLOCK and outputs.stop != n_out):
+        return None
+    return slice(outputs.start // BLOCK, -(-outputs.stop // BLOCK))
+
+
 def linear(x: Tensor, w: LinearWeight) -> Tensor:
     """x [T, K] -> [T, N], same dtype, for either kind of weight (:func:`pack_fp8` or ``linear.pack_linear``).
 

@@ -69,7 +69,7 @@ class Kernels:
     ``name`` is what ``kilat doctor`` prints, ``why`` the reason this set was taken. ``batch_invariant`` is a promise of all of them.
     ``linear`` and ``gated_linear`` take what ``pack_linear`` and ``pack_fp8`` made. ``pack_fp8`` None: the set has no FP8 product.
     ``bind_layers``: layers of one shape, and the epsilon of their norms, as one call; None where the ops are called one by one.
-    ``fp8_kv``: ``rope_write`` and ``attention`` take a ``kv_scale``. ``quantized``: the same set, but ``rms_norm``, ``add_rms_norm``,
+    ``cut_linear`` None: a packed weight has no parts, and ``rope_write`` takes whole rows only. ``fp8_kv``: ``rope_write`` and ``attention`` take a ``kv_scale``. ``quantized``: the same set, but ``rms_norm``, ``add_rms_norm``,
     ``attention`` and ``gated_linear`` give rows that are quantized already, which only its products with FP8 weights take.
     """
 
@@ -91,6 +91,7 @@ class Kernels:
     blocks: BlockOps | None = None
     pack_fp8: Callable[[Fp8Weight, Tensor | None], LinearWeight] | None = None
     fp8_kv: bool = False
+    cut_linear: Callable[[LinearWeight, slice], LinearWeight | None] | None = None
     quantized: "Kernels | None" = None
 
     def feeding(self, w: LinearWeight) -> "Kernels":
@@ -117,6 +118,7 @@ def reference(why: str = "asked for") -> Kernels:
         silu_mul=silu_mul.silu_mul,
         pack_fp8=fp8_linear.pack_fp8,
         fp8_kv=True,
+        cut_linear=fp8_linear.cut_linear,
     )
 
 

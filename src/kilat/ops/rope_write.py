@@ -52,6 +52,7 @@ def rope_write(
     kv: one layer's view [pages, 2, page_tokens, Hkv, D] of the pool, any strides with unit stride in D; index 0 is K, 1 is V.
     With ``kv_scale`` the pool is e4m3: K and V, rounded to qkv's dtype first, are divided by the scale of their head in fp32 and rounded to
     nearest even; what is beyond +-448 is stored as +-448, a NaN as NaN.
+    ``heads.n_q`` may be 0: qkv is K and V alone. So may ``heads.n_kv``: qkv is q alone, and ``kv`` stays as it is.
     """
     n_tokens = qkv.shape[0]
     q, k, v = qkv.split([heads.n_q * heads.dim, heads.n_kv * heads.dim, heads.n_kv * heads.dim], dim=-1)
@@ -62,6 +63,8 @@ def rope_write(
         q, k = _head_norm(q, norm.q, norm.eps), _head_norm(k, norm.k, norm.eps)
     table = cos_sin[batch.positions.long()]
     q, k = _rotate(q, table), _rotate(k, table)
+    if heads.n_kv == 0:
+        return q
     slots = batch.slots.long()
     page, offset = slots // batch.page_tokens, slots % batch.page_tokens
     if kv_scale is not None:

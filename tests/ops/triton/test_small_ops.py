@@ -62,3 +62,25 @@ def test_rotation_and_page_write_equal_the_reference(device, dim, rotary, qk_nor
     # NaN marks slots that no row owns: still there, and nowhere else
     assert torch.equal(written.isnan(), expected_kv.isnan())
     assert error(written.nan_to_num(), expected_kv.nan_to_num()) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["single", "half"], indirect=True)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_q_alone_and_k_and_v_alone_have_the_bits_of_both_together(device, qk_norm, dtype):
+    shape = Shape(n_q=6, n_kv=2, dim=48)
+    batch = step([1, 20, 3], [40, 20, 65], shape, device)
+    qkv = torch.randn(24, (shape.n_q + 2 * shape.n_kv) * 48).to(device, dtype)
+    angle = torch.rand(70, 24) * 6
+    cos_sin = torch.cat((angle.cos(), angle.sin()), -1).to(device)
+    norm = QkNorm(*torch.randn(2, 48).to(device, dtype), 1e-6) if qk_norm else None
+    for run in (rope_write, rope_reference.rope_write):
+        expected_kv, written = pool(batch, shape, dtype), pool(batch, shape, dtype)
+        expected_q = run(qkv, cos_sin, expected_kv, batch, Heads(6, 2, 48), norm)
+        untouched = written.clone()
+        q = run(qkv[:, : 6 * 48], cos_sin, written, batch, Heads(6, 0, 48), norm)
+        assert torch.equal(q, expected_q)
+        assert torch.equal(written.nan_to_num(), untouched.nan_to_num())
+        none = run(qkv[:, 6 * 48 :], cos_sin, written, batch, Heads(0, 2, 48), norm)
+        assert none.shape == (24, 0, 48)
+        assert torch.equal(written.nan_to_num(), expected_kv.nan_to_num())
+        assert torch.equal(written.isnan(), expected_kv.isnan())

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from kilat.ops.fp8_linear import BLOCK, FP8, Fp8Weight
+from kilat.ops.fp8_linear import BLOCK, FP8, Fp8Weight, whole_blocks
 from kilat.ops.linear import LinearWeight
 from kilat.ops.triton.fp8_rows import Fp8Rows, quantize_rows
 from kilat.ops.triton.fp8_stream import stream_fp8
@@ -40,6 +40,17 @@ def pack_fp8(w: Fp8Weight, bias: Tensor | None = None) -> LinearWeight:
     scale[:, :groups] = w.scale
     done = torch.zeros(triton.cdiv(n_out, 64), dtype=torch.int32, device=w.data.device)
     return LinearWeight(PackedFp8(w.data.contiguous(), scale, done), (n_out, n_in), FP8, bias, w.n_bytes)
+
+
+def cut_linear(w: LinearWeight, outputs: slice) -> LinearWeight | None:
+    """Contract: ops/fp8_linear.py. The view shares the counters: the two may not run side by side."""
+    blocks = whole_blocks(outputs, w.shape[0])
+    if blocks is None:
+        return None
+    data, scale = w.data.weight[outputs], w.data.scale[blocks]
+    bias = None if w.bias is None else w.bias[outputs]
+    n_bytes = data.numel() + scale.numel() * scale.element_size()
+    return LinearWeight(PackedFp8(data, scale, w.data.done), (data.shape[0], w.shape[1]), FP8, bias, n_bytes)
 
 
 def linear(x: Tensor | Fp8Rows, w: LinearWeight) -> Tensor:
@@ -112,6 +123,8 @@ def tiles_for(n_rows: int, n_out: int, n_in: int) -> Tiles:
     if rows <= 16:
         long = n_in >= 8192 and n_out <= 4096
         return _ring(128, rows, 256, 8 if long and n_rows <= 2 else 4 if n_out <= 8192 else 1, programs=2)
+    if rows == 64 and n_in < 8192:
+        return _ring(64, rows, 256, 1 if n_out > 8192 else 2, programs=2 if 4096 < n_out <= 8192 else 1)
     return _ring(
         64, rows, 256, 1 if rows == 64 and n_out > 4096 else cuts, programs=2 if n_out <= 4096 else 1
     )

@@ -30,6 +30,7 @@ def triton_kernels(why: str, *, exact: bool = False, device: torch.device | None
         fused_gate=linear.gated_linear_exact if exact else linear.gated_linear,
         pack_fp8=fp8_linear.pack_fp8,
         fp8_kv=True,
+        cut_linear=linear.cut_linear,
     )
     # these return rows that only the FP8 products take: to the rest of the program a tensor like any other
     quantized: dict[str, Any] = {

@@ -37,6 +37,16 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
     return LinearWeight(Packed(weight, done), (n_out, n_in), weight.dtype, bias, n_bytes)
 
 
+def cut_linear(w: LinearWeight, outputs: slice) -> LinearWeight | None:
+    """Contract: ops/fp8_linear.py. The view shares the counters: the two may not run side by side."""
+    if isinstance(w.data, PackedFp8):
+        return fp8_linear.cut_linear(w, outputs)
+    weight = w.data.weight[outputs]
+    bias = None if w.bias is None else w.bias[outputs]
+    n_bytes = weight.numel() * weight.element_size()
+    return LinearWeight(Packed(weight, w.data.done), (weight.shape[0], w.shape[1]), w.dtype, bias, n_bytes)
+
+
 def linear(x: Tensor, w: LinearWeight) -> Tensor:
     """Contract: ops/linear.py. Not batch-invariant: the number of rows decides how K is cut."""
     if isinstance(w.data, PackedFp8):
