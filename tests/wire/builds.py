@@ -142,7 +142,7 @@ TO_WORKER: dict[type, SearchStrategy] = {
     Fetch: st.builds(Fetch, session_id=texts, offer=offers),
     Adopt: st.builds(Adopt, record=records, offer=optional(offers)),
     Announce: st.builds(Announce, session_ids=st.lists(texts, max_size=4)),
-    Expect: st.builds(Expect, session_ids=st.lists(texts, max_size=4), step=counts),
+    Expect: st.builds(Expect, session_ids=st.lists(texts, max_size=4)),
     Export: st.builds(Export, session_ids=st.lists(texts, max_size=4)),
     Lend: st.builds(Lend, move_id=texts, names=hashes),
     Release: st.builds(Release, move_ids=st.lists(texts, max_size=4)),

@@ -63,11 +63,10 @@ class Adopt(msgspec.Struct, frozen=True, tag="adopt", forbid_unknown_fields=True
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect", forbid_unknown_fields=True):
-    """These running sessions stop elsewhere now and are adopted here: the step after step number ``step`` may begin a little later for them.
-    Not answered; they may come late, or not at all."""
+    """These running sessions stop elsewhere now and are adopted here: the next step may begin a little later for them. Not answered; they may
+    come late, or not at all."""
 
     session_ids: list[str]
-    step: int
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce", forbid_unknown_fields=True):

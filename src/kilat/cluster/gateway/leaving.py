@@ -22,8 +22,8 @@ AHEAD_S = 2.0
 """Pages that have not gone ahead by then go with their session."""
 EARLY, LATE = 0.1, 0.15
 """Of a step of the target: how much its step may end before that of the sessions' worker, which it can wait for, and after it."""
-CHOOSE_STEPS = 16
-"""In which a good moment is waited for: the longer none comes, the later the target's step may end, until any moment will do."""
+CHOOSE_S = 0.5
+"""For a good moment: the longer none comes, the later the target's step may end, until any moment will do."""
 
 
 def leave(p: Placing, worker_id: str, trips: Iterable[Trip]) -> None:
@@ -98,10 +98,8 @@ def _export(p: Placing, worker_id: str, trips: list[Trip]) -> None:
     """Stop these sessions, and let those who will go on with them know."""
     p.tell(worker_id, Export([t.id for t in trips]))
     for target in dict.fromkeys(t.target for t in trips):
-        reader = p.workers.get(target) if target is not None else None
-        if target is not None and reader is not None:
-            coming = [t.id for t in trips if t.target == target]
-            p.tell(target, Expect(coming, reader.rhythm.step + 1))
+        if target is not None:
+            p.tell(target, Expect([t.id for t in trips if t.target == target]))
 
 
 def _is_moment(p: Placing, worker_id: str, trips: list[Trip], waited_s: float) -> bool:
@@ -110,13 +108,13 @@ def _is_moment(p: Placing, worker_id: str, trips: list[Trip], waited_s: float) -
     stop_s = worker.rhythm.next_end_s(p.now_s) if worker is not None else None
     if stop_s is None:
         return True
+    late = LATE + waited_s / CHOOSE_S
     for target in {t.target for t in trips}:
         reader = p.workers.get(target) if target is not None else None
         begin_s = reader.rhythm.next_end_s(p.now_s) if reader is not None else None
         if reader is None or begin_s is None:
             continue
-        step_s = reader.rhythm.step_s
-        wait, late = (begin_s - stop_s) / step_s, LATE + waited_s / (CHOOSE_STEPS * step_s)
+        wait = (begin_s - stop_s) / reader.rhythm.step_s
         if late < 1 and not -EARLY <= wait <= late:
             return False
     return True

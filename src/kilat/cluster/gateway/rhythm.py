@@ -10,21 +10,21 @@ SILENT = 3.0
 
 
 class Rhythm:
-    """The ends of one worker's steps, ``step`` being the last one. Seconds of any one clock."""
+    """The ends of one worker's steps. Seconds of any one clock."""
 
     def __init__(self) -> None:
-        self.step = 0
+        self._step = 0
         self._end_s: float | None = None
         self._lengths: deque[float] = deque(maxlen=KEPT)
 
     def stepped(self, step: int, now_s: float) -> None:
         """News of step number ``step`` have come. More news of it say nothing new."""
-        n = step - self.step
+        n = step - self._step
         if n <= 0:
             return
         if self._end_s is not None:
             self._lengths.append((now_s - self._end_s) / n)
-        self.step, self._end_s = step, now_s
+        self._step, self._end_s = step, now_s
 
     @property
     def step_s(self) -> float:

@@ -90,7 +90,6 @@ class Arrivals:
         self._tiers = tiers
         self._coming: dict[str, _Arrival] = {}
         self._expected: set[str] = set()
-        self._expected_after = 0
         self._reads: dict[Ticket, tuple[_Arrival | None, _Part]] = {}
 
     def __len__(self) -> int:
@@ -101,17 +100,14 @@ class Arrivals:
         """Whether :meth:`poll` may have news soon."""
         return bool(self._reads)
 
-    def is_expecting(self, step: int) -> bool:
-        """Whether sessions are about to be adopted that the step after ``step`` may wait for."""
-        return bool(self._expected) and step >= self._expected_after
+    @property
+    def is_expecting(self) -> bool:
+        """Whether sessions are about to be adopted that the next step may wait for."""
+        return bool(self._expected)
 
-    def expect(self, session_ids: Iterable[str], after: int) -> None:
-        """These are about to be adopted, before the step after step ``after`` if that can be."""
-        self._expected, self._expected_after = set(session_ids), after
-
-    def expect_no_more(self) -> None:
-        """Those that have not come are not waited for again."""
-        self._expected.clear()
+    def expect(self, session_ids: Iterable[str]) -> None:
+        """These are about to be adopted."""
+        self._expected.update(session_ids)
 
     def await_sessions(self, limit_s: float) -> None:
         """Wait a little for sessions of which only pages are missing, so that they start in the next step and not in the one after it; once
@@ -123,6 +119,7 @@ class Arrivals:
             self.poll()
         for arrival in late:
             arrival.was_awaited = True
+        self._expected.clear()
 
     def begin(self, record: SessionRecord, *, hand_over: bool, n_failed: int = 0) -> None:
         """Submit a session, after the start of its prompt has come back from a tier if that is worth it. ``n_failed``: tries so far."""

@@ -91,14 +91,10 @@ class WorkerLoop:
         """Handle the messages that are there; the first, and sessions that are about to come, are waited for."""
         for message in self._channel.receive(wait_s):
             self._handle(message)
-        step = self._engine.step_count
-        if not self._mover.is_expecting(step):
-            return
         until_s = time.monotonic() + PATIENCE * self._step_s
-        while self._mover.is_expecting(step) and (left_s := until_s - time.monotonic()) > 0:
+        while self._mover.is_expecting and (left_s := until_s - time.monotonic()) > 0:
             for message in self._channel.receive(left_s):
                 self._handle(message)
-        self._mover.expect_no_more()
 
     def _step(self) -> float:
         """One step; returns how long the loop may wait for messages before the next."""

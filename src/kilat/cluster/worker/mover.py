@@ -105,13 +105,10 @@ class Mover:
         """Whether the loop should look again soon."""
         return self._arrivals.is_reading
 
-    def is_expecting(self, step: int) -> bool:
-        """Whether messages are about to come that the step after ``step`` may wait for a little."""
-        return self._arrivals.is_expecting(step)
-
-    def expect_no_more(self) -> None:
-        """They have been waited for."""
-        self._arrivals.expect_no_more()
+    @property
+    def is_expecting(self) -> bool:
+        """Whether messages are about to come that the next step may wait for, until :meth:`poll`."""
+        return self._arrivals.is_expecting
 
     @property
     def is_busy(self) -> bool:
@@ -144,7 +141,7 @@ class Mover:
         elif isinstance(message, Fetch):
             self._arrivals.fetch(message.session_id, message.offer, now_s)
         elif isinstance(message, Expect):
-            self._arrivals.expect(message.session_ids, message.step)
+            self._arrivals.expect(message.session_ids)
         elif isinstance(message, Adopt):
             self._arrivals.adopt(message.record, message.offer, now_s)
         elif isinstance(message, Announce):
