@@ -37,7 +37,6 @@ BEST_EFFORT = (
     wire.Peers,
     wire.Abort,
     wire.Announce,
-    wire.Expect,
     wire.Export,
 )
 """Messages whose loss may cost time but nothing else; an Offered without a record is one too."""

@@ -3,4 +3,4 @@
 Reading order: sampling (what a request asks for), session (the portable record), kv (pages on the move), messages (what gateway and worker say), codec.
 """
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 3

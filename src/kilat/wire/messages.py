@@ -1,6 +1,6 @@
 """What a gateway and a worker say to each other. Frames are msgpack of one of the two unions at the end.
 
-Gateway -> worker: Submit, Abort, Drain, Ping; about pages: Peers, Fetch, Expect, Adopt, Announce, Export, Lend, Release, Resync.
+Gateway -> worker: Submit, Abort, Drain, Ping; about pages: Peers, Fetch, Adopt, Announce, Export, Lend, Release, Resync.
 Worker -> gateway: Hello, StepEvents, Status, Refused, Fatal; about pages: Offered, Fetched, Recalled, PagesChanged.
 Order is kept per connection. A session's events carry its epoch and a sequence number that grows by one per event.
 """
@@ -60,13 +60,6 @@ class Adopt(msgspec.Struct, frozen=True, tag="adopt", forbid_unknown_fields=True
 
     record: SessionRecord
     offer: Offer | None = None
-
-
-class Expect(msgspec.Struct, frozen=True, tag="expect", forbid_unknown_fields=True):
-    """These running sessions stop elsewhere now and are adopted here: the next step may begin a little later for them. Not answered; they may
-    come late, or not at all."""
-
-    session_ids: list[str]
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce", forbid_unknown_fields=True):
@@ -229,19 +222,5 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal", forbid_unknown_fields=True
     message: str
 
 
-ToWorker = (
-    Submit
-    | Abort
-    | Drain
-    | Ping
-    | Peers
-    | Fetch
-    | Expect
-    | Adopt
-    | Announce
-    | Export
-    | Lend
-    | Release
-    | Resync
-)
+ToWorker = Submit | Abort | Drain | Ping | Peers | Fetch | Adopt | Announce | Export | Lend | Release | Resync
 FromWorker = Hello | StepEvents | Status | Refused | Fatal | Offered | Fetched | Recalled | PagesChanged

@@ -205,7 +205,6 @@ class Dispatcher:
             return []
         worker.heard_at_s = now_s
         if isinstance(message, StepEvents):
-            worker.rhythm.stepped(message.step, now_s)
             cut = self._table.deliver(message.events)
             if cut:
                 p.tell(worker_id, Abort(cut))

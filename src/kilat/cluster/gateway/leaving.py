@@ -3,8 +3,6 @@
     announced   their worker offers the full pages that they have, and the target reads these while they still run
     exported    they stop, and the target reads what is left: the page that was not full, and what they filled meanwhile
 
-A worker lets sessions go, and takes them in, between two steps. So they are exported when the step of their worker is about to end just
-before the target's, for what they wait for is the target's next step; the target is told, and begins that step a little later if need be.
 Only then the next few begin, for their pages would be in the way of those. Reading all pages after a session has stopped would stop it for as
 long as that takes. Sessions without tokens have nobody who waits for the next one, so they are not in here.
 """
@@ -15,15 +13,11 @@ from collections.abc import Iterable
 from kilat.base.errors import CapacityError
 from kilat.cluster.gateway.placing import Placing
 from kilat.cluster.gateway.trip import Leaving, Trip
-from kilat.wire.messages import Announce, Expect, Export
+from kilat.wire.messages import Announce, Export
 
 AT_ONCE = 4
 AHEAD_S = 2.0
 """Pages that have not gone ahead by then go with their session."""
-EARLY, LATE = 0.1, 0.15
-"""Of a step of the target: how much its step may end before that of the sessions' worker, which it can wait for, and after it."""
-CHOOSE_S = 0.5
-"""For a good moment: the longer none comes, the later the target's step may end, until any moment will do."""
 
 
 def leave(p: Placing, worker_id: str, trips: Iterable[Trip]) -> None:
@@ -50,16 +44,11 @@ def _go_on(p: Placing, worker_id: str, leaving: Leaving) -> bool:
     """One stage further; False when something is waited for, or nobody is left."""
     here = [t for t, epoch in leaving.moving.items() if not t.over and t.slot.epoch == epoch]
     if not leaving.exported:
-        if p.now_s < leaving.until_s:
-            if any(_is_ahead(p, leaving, t) for t in here):
-                return False
-            if leaving.ahead_s is None:
-                leaving.ahead_s = p.now_s
-            if not _is_moment(p, worker_id, here, p.now_s - leaving.ahead_s):
-                return False
+        if p.now_s < leaving.until_s and any(_is_ahead(p, leaving, t) for t in here):
+            return False
         leaving.exported = True
         if here:
-            _export(p, worker_id, here)
+            p.tell(worker_id, Export([t.id for t in here]))
         return True
     if here or any(_is_read(p, t) for t in leaving.moving):
         return False
@@ -88,36 +77,10 @@ def _begin(p: Placing, worker_id: str, leaving: Leaving) -> None:
             p.loads.sent(trip.id, worker_id, target, 0)
             leaving.asked.add(trip.id)
     if leaving.moving:
-        leaving.exported, leaving.ahead_s = False, None
+        leaving.exported = False
         leaving.until_s = p.now_s + AHEAD_S
         if leaving.asked:
             p.tell(worker_id, Announce(sorted(leaving.asked)))
-
-
-def _export(p: Placing, worker_id: str, trips: list[Trip]) -> None:
-    """Stop these sessions, and let those who will go on with them know."""
-    p.tell(worker_id, Export([t.id for t in trips]))
-    for target in dict.fromkeys(t.target for t in trips):
-        if target is not None:
-            p.tell(target, Expect([t.id for t in trips if t.target == target]))
-
-
-def _is_moment(p: Placing, worker_id: str, trips: list[Trip], waited_s: float) -> bool:
-    """Whether sessions that stop after the step that their worker runs would not wait long for their targets."""
-    worker = p.workers.get(worker_id)
-    stop_s = worker.rhythm.next_end_s(p.now_s) if worker is not None else None
-    if stop_s is None:
-        return True
-    late = LATE + waited_s / CHOOSE_S
-    for target in {t.target for t in trips}:
-        reader = p.workers.get(target) if target is not None else None
-        begin_s = reader.rhythm.next_end_s(p.now_s) if reader is not None else None
-        if reader is None or begin_s is None:
-            continue
-        wait = (begin_s - stop_s) / reader.rhythm.step_s
-        if late < 1 and not -EARLY <= wait <= late:
-            return False
-    return True
 
 
 def _is_ahead(p: Placing, leaving: Leaving, trip: Trip) -> bool:

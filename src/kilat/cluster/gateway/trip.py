@@ -89,11 +89,10 @@ class Trip:
 @dataclass(slots=True)
 class Leaving:
     """Sessions that leave one worker: those that wait, and those that move, with their epochs there. ``asked``: those of which the worker
-    has not said yet what pages they have. ``ahead_s``: since when all their pages are where they go, but those that they still fill."""
+    has not said yet what pages they have."""
 
     waiting: deque[Trip]
     moving: dict[Trip, int] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
     exported: bool = True
-    ahead_s: float | None = None
     until_s: float = 0.0

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 
 from kilat.base import metrics as names
-from kilat.cluster.gateway.rhythm import Rhythm
 from kilat.policy.route.loads import Loads
 from kilat.policy.route.steps import StepTimes
 from kilat.policy.route.views import WorkerView
@@ -18,7 +17,7 @@ class WorkerState:
 
     ``retiring``: it has been asked to give its sessions away and end. ``fatal``: its last words. The weights are its shares of the two kinds
     of work, and may be changed while it runs. ``times`` belongs to all workers: what one has not done yet is known from the others;
-    ``slowness`` is how many times as long this one takes, ``rhythm`` when its steps end.
+    ``slowness`` is how many times as long this one takes.
     """
 
     def __init__(self, worker_id: str, name: str, weights: tuple[float, float], now_s: float) -> None:
@@ -32,7 +31,6 @@ class WorkerState:
         self.retiring = False
         self.times = StepTimes()
         self.slowness = 1.0
-        self.rhythm = Rhythm()
 
     @property
     def takes_sessions(self) -> bool:

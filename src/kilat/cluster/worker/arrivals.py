@@ -89,7 +89,6 @@ class Arrivals:
         self._send_events = send_events
         self._tiers = tiers
         self._coming: dict[str, _Arrival] = {}
-        self._expected: set[str] = set()
         self._reads: dict[Ticket, tuple[_Arrival | None, _Part]] = {}
 
     def __len__(self) -> int:
@@ -99,15 +98,6 @@ class Arrivals:
     def is_reading(self) -> bool:
         """Whether :meth:`poll` may have news soon."""
         return bool(self._reads)
-
-    @property
-    def is_expecting(self) -> bool:
-        """Whether sessions are about to be adopted that the next step may wait for."""
-        return bool(self._expected)
-
-    def expect(self, session_ids: Iterable[str]) -> None:
-        """These are about to be adopted."""
-        self._expected.update(session_ids)
 
     def await_sessions(self, limit_s: float) -> None:
         """Wait a little for sessions of which only pages are missing, so that they start in the next step and not in the one after it; once
@@ -119,7 +109,6 @@ class Arrivals:
             self.poll()
         for arrival in late:
             arrival.was_awaited = True
-        self._expected.clear()
 
     def begin(self, record: SessionRecord, *, hand_over: bool, n_failed: int = 0) -> None:
         """Submit a session, after the start of its prompt has come back from a tier if that is worth it. ``n_failed``: tries so far."""
@@ -150,7 +139,6 @@ class Arrivals:
     ) -> None:
         """Read the last pages, then submit the session. ``seal``: the pages are a prefix of its prompt, to be put into the cache. ``after``:
         wait for this read of a tier, then ask again what there is."""
-        self._expected.discard(record.session_id)
         arrival = self._arrival(record.session_id, now_s)
         arrival.record, arrival.hand_over, arrival.seal, arrival.after = record, hand_over, seal, after
         if offer is not None:

@@ -77,7 +77,8 @@ class WorkerLoop:
         event(_log, "ready", worker=self._worker_id)
         wait_s = IDLE_WAIT_S
         while not self._drained():
-            self._take_in(wait_s)
+            for message in self._channel.receive(wait_s):
+                self._handle(message)
             self._mover.poll(PATIENCE * self._step_s)
             wait_s = self._step() if self._engine.has_work else self._pause()
             self._mover.after_step()
@@ -86,15 +87,6 @@ class WorkerLoop:
             if time.monotonic() - self._snapshot_at_s > SNAPSHOT_S:
                 self._snapshot()
         self._mover.keep_pages()
-
-    def _take_in(self, wait_s: float) -> None:
-        """Handle the messages that are there; the first, and sessions that are about to come, are waited for."""
-        for message in self._channel.receive(wait_s):
-            self._handle(message)
-        until_s = time.monotonic() + PATIENCE * self._step_s
-        while self._mover.is_expecting and (left_s := until_s - time.monotonic()) > 0:
-            for message in self._channel.receive(left_s):
-                self._handle(message)
 
     def _step(self) -> float:
         """One step; returns how long the loop may wait for messages before the next."""

@@ -20,7 +20,6 @@ from kilat.wire.kv import Endpoint, KvLayout
 from kilat.wire.messages import (
     Adopt,
     Announce,
-    Expect,
     Export,
     Fetch,
     FromWorker,
@@ -106,11 +105,6 @@ class Mover:
         return self._arrivals.is_reading
 
     @property
-    def is_expecting(self) -> bool:
-        """Whether messages are about to come that the next step may wait for, until :meth:`poll`."""
-        return self._arrivals.is_expecting
-
-    @property
     def is_busy(self) -> bool:
         """Whether sessions are on their way here, or pages are pinned for others."""
         return bool(len(self._arrivals) or len(self._moves))
@@ -140,8 +134,6 @@ class Mover:
             self._links.set_peers(others)
         elif isinstance(message, Fetch):
             self._arrivals.fetch(message.session_id, message.offer, now_s)
-        elif isinstance(message, Expect):
-            self._arrivals.expect(message.session_ids)
         elif isinstance(message, Adopt):
             self._arrivals.adopt(message.record, message.offer, now_s)
         elif isinstance(message, Announce):
