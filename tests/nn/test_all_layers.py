@@ -72,6 +72,26 @@ def test_only_tokens_whose_logits_are_asked_for_leave_the_last_layer(places, ker
     assert torch.equal(logits, expected) and torch.equal(pages, expected_pages)
 
 
+@pytest.mark.parametrize(
+    "counts",
+    [[4, 2, 0, 0, 0, 0], [1, 5, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0], [0, 6, 0, 0, 0, 0], [0, 6, 0], [4, 2, 0]],
+    ids=str,
+)
+def test_a_step_filled_up_with_empty_rows_has_the_logits_of_the_real_ones(counts, kernels):
+    model = model_of("llama", kernels, torch.bfloat16)
+    heads = model.layers[0].attention.heads
+    batch = step(counts, [9, 7, 1, 1, 1, 1][: len(counts)], Shape(heads.n_q, heads.n_kv, heads.dim, 8))
+    last = [i for i in (counts[0] - 1, sum(counts) - 1) if i >= 0]
+    batch = dataclasses.replace(
+        batch,
+        token_ids=torch.arange(1, 7, dtype=torch.int32),
+        logits_at=torch.tensor((last + [0] * 6)[: len(counts)], dtype=torch.int32),
+    )
+    logits, _ = outcome(model, batch, in_one_call=True)
+    expected, _ = outcome(model, batch, in_one_call=False)
+    assert torch.equal(logits, expected)
+
+
 def test_rows_that_decode_but_do_not_sample_have_no_logits(kernels):
     model = model_of("llama", kernels, torch.bfloat16)
     heads = model.layers[0].attention.heads

@@ -152,12 +152,16 @@ def _wanted(batch: StepBatch, n_tokens: int) -> tuple[int, slice | Tensor | None
     if len(at) == 0:
         return _NO_TOKEN, slice(0, 0)
     if n_tokens == n_rows:
-        return _EVERY_TOKEN, None if len(at) == n_rows else batch.logits_at
+        whole = np.array_equal(at, np.arange(n_tokens))  # rows may be empty, and others long
+        return _EVERY_TOKEN, None if whole else batch.logits_at
     last = batch.row_start.numpy()[1:] - 1
     rows = np.searchsorted(last, at)
-    if not np.array_equal(last[rows], at):  # the log-probabilities of a prompt
+    if last[0] < 0 or not np.array_equal(
+        last[rows], at
+    ):  # no token in front, or the log-probabilities of a prompt
         return _EVERY_TOKEN, batch.logits_at
-    return _LAST_OF_ROWS, slice(0, n_rows) if len(at) == n_rows else torch.from_numpy(rows)
+    whole = np.array_equal(rows, np.arange(n_rows))
+    return _LAST_OF_ROWS, slice(0, n_rows) if whole else torch.from_numpy(rows)
 
 
 def _layer(w: LayerWeights) -> _Layer:
