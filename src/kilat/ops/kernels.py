@@ -69,8 +69,8 @@ class Kernels:
     ``name`` is what ``kilat doctor`` prints, ``why`` the reason this set was taken. ``batch_invariant`` is a promise of all of them.
     ``linear`` and ``gated_linear`` take what ``pack_linear`` and ``pack_fp8`` made. ``pack_fp8`` None: the set has no FP8 product.
     ``bind_layers``: layers of one shape, and the epsilon of their norms, as one call; None where the ops are called one by one.
-    ``cut_linear`` None: a packed weight has no parts, and ``rope_write`` takes whole rows only. ``fp8_kv``: ``rope_write`` and ``attention`` take a ``kv_scale``. ``quantized``: the same set, but ``rms_norm``, ``add_rms_norm``,
-    ``attention`` and ``gated_linear`` give rows that are quantized already, which only its products with FP8 weights take.
+    ``cut_linear`` None: a packed weight has no parts, and ``rope_write`` takes whole rows only. ``fp8_kv``: ``rope_write`` and
+    ``attention`` take a ``kv_scale``. ``quantized``: the same set, but ``rms_norm``, ``add_rms_norm``, ``attention`` and ``gated_linear`` give rows that are quantized already, which only its products with FP8 weights take.
     """
 
     name: str

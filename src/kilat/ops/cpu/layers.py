@@ -156,9 +156,8 @@ def _wanted(batch: StepBatch, n_tokens: int) -> tuple[int, slice | Tensor | None
         return _EVERY_TOKEN, None if whole else batch.logits_at
     last = batch.row_start.numpy()[1:] - 1
     rows = np.searchsorted(last, at)
-    if last[0] < 0 or not np.array_equal(
-        last[rows], at
-    ):  # no token in front, or the log-probabilities of a prompt
+    # an empty row in front has no last token; the log-probabilities of a prompt want others too
+    if last[0] < 0 or not np.array_equal(last[rows], at):
         return _EVERY_TOKEN, batch.logits_at
     whole = np.array_equal(rows, np.arange(n_rows))
     return _LAST_OF_ROWS, slice(0, n_rows) if whole else torch.from_numpy(rows)

@@ -153,39 +153,9 @@ def _produce_fp8(
     for i in range(n_tiles):
         m = 2 * i
         _convert(raw, raw_full, m, k_ring, k_full, k_free, i, D, TILE, STAGES)
-        _ask(
-            desc,
-            table_ptr,
-            per_page,
-            col,
-            first,
-            n_tiles,
-            kv_len,
-            n_lines,
-            m + RAW,
-            raw,
-            raw_full,
-            PAGE,
-            D,
-            TILE,
-        )
+        _ask(desc, table_ptr, per_page, col, first, n_tiles, kv_len, n_lines, m + RAW, raw, raw_full, PAGE, D, TILE)  # fmt: skip
         _convert(raw, raw_full, m + 1, v_ring, v_full, v_free, i, D, TILE, STAGES)
-        _ask(
-            desc,
-            table_ptr,
-            per_page,
-            col,
-            first,
-            n_tiles,
-            kv_len,
-            n_lines,
-            m + 1 + RAW,
-            raw,
-            raw_full,
-            PAGE,
-            D,
-            TILE,
-        )
+        _ask(desc, table_ptr, per_page, col, first, n_tiles, kv_len, n_lines, m + 1 + RAW, raw, raw_full, PAGE, D, TILE)  # fmt: skip
 
 
 @gluon.jit

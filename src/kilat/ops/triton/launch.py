@@ -2,8 +2,10 @@
 
 A kernel launched with ``launch_pdl=True`` may start as soon as every program of the kernel before has called ``let_next_start``. Rules:
 1. ``let_next_start`` comes first, ``wait_for_previous`` runs in every program, and nothing is written before it.
-2. Before ``wait_for_previous`` a kernel reads only weights and the tensors of a StepBatch. The latter is safe because these are written
-   by copies or ordinary launches, and an ordinary launch (the embedding lookup) stands between them and the first of our kernels.
+2. Before ``wait_for_previous`` a kernel reads only weights, the tensors of a StepBatch, and (decode attention) keys and values of tokens
+   that are not the step's. The last two are safe because they are written by copies, ordinary launches or earlier steps, and an ordinary
+   launch (the embedding lookup) stands between them and the first of our kernels. Who hands a kernel a StepBatch whose older tokens this
+   very step has written puts an ordinary launch between (nn/decoder.py does).
 """
 
 import functools
