@@ -80,7 +80,9 @@ def build_library(what: str, units: dict[str, list[str]]) -> Path:
     """
     sources = source_dir()
     if sources is None:
-        raise ConfigError(f"the sources of {what} (native/) are not installed: install kilat from a checkout")
+        raise ConfigError(
+            f"the sources of {what} (native/cpu) are missing from this installation: install kilat again"
+        )
     cxx = compiler()
     if cxx is None:
         raise ConfigError(
