@@ -13,7 +13,7 @@ def build() -> Path:
     files = sorted(folder.glob("*.cpp")) if folder else []
     if not files:
         raise ConfigError(
-            "the sources of the native runtime (native/runtime) are missing from this installation: install kilat again"
+            "the sources of the native runtime (native/runtime) are not installed beside kilat: install it again"
         )
     # -O3: the conversion of weights at start-up is loops that only this level makes vectors of
     units = cpu_units() | {f"../runtime/{file.name}": ["-O3"] for file in files}

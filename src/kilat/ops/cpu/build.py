@@ -81,7 +81,7 @@ def build_library(what: str, units: dict[str, list[str]]) -> Path:
     sources = source_dir()
     if sources is None:
         raise ConfigError(
-            f"the sources of {what} (native/cpu) are missing from this installation: install kilat again"
+            f"the sources of {what} (native/cpu) are not installed beside kilat: install it again"
         )
     cxx = compiler()
     if cxx is None:
