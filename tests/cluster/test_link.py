@@ -1,6 +1,7 @@
 """The sockets between gateway and workers, with everybody who should not be on them."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from kilat.wire import PROTOCOL_VERSION, codec
 from kilat.wire.messages import Abort, Drain, Fatal, Hello, Refused, SessionEvent, Status, StepEvents, Submit
 from kilat.wire.sampling import SamplingParams
 from kilat.wire.session import SessionRecord
+from tests.cluster.fault_worker import cut
 
 pytestmark = pytest.mark.cluster
 
@@ -71,6 +73,29 @@ def test_worker_that_loses_its_connection_is_told_so(tmp_path: Path) -> None:
             channel.receive(10.0)
     finally:
         channel.close()
+        context.term()
+
+
+def test_nothing_of_a_worker_is_heard_that_it_says_after_its_connection_broke(tmp_path: Path) -> None:
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    address = f"ipc://{tmp_path}/gateway"
+    router.bind(address)
+    channel = Channel(address, SECRET, "w")
+    try:
+        channel.send(hello("w"))
+        assert router.poll(10_000) and router.recv_multipart()
+        assert cut(socket.AF_UNIX)  # a message that was on its way would be lost now
+        assert not router.poll(20)  # nor does it hear of a second connection before it knows that the first is over
+        channel.send(StepEvents(2, []))
+        with pytest.raises(PeerError, match="lost"):
+            channel.receive(10.0)
+    finally:
+        channel.close()
+    try:
+        assert not router.poll(500)
+    finally:
+        router.close(0)
         context.term()
 
 

@@ -46,6 +46,7 @@ class Channel:
         if timeout_s > 0 and not self._poller.poll(round(timeout_s * 1000)):
             return []
         if self._monitor.poll(0):
+            self._socket.setsockopt(zmq.LINGER, 0)  # it would connect again, and say what came after the lost one
             raise PeerError("the connection to the gateway is lost")
         while True:
             try:
@@ -58,7 +59,7 @@ class Channel:
                 _log.warning("%s", e.message)
 
     def close(self) -> None:
-        """Send what is queued, for at most :data:`LINGER_MS`, then close."""
+        """Send what is queued, for at most :data:`LINGER_MS` and not when the connection was lost, then close."""
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
