@@ -30,6 +30,7 @@ static inline bf16 round_bf16(float x) {
 #include "vector_math.h"
 // (order matters from here on)
 #include "product.h"
+#include "units.h"
 #include "linear_tile.h"
 #include "linear.h"
 #include "quant_tile.h"

@@ -6,6 +6,7 @@
 
 #include <new>
 
+#include "amx_choice.h"
 #include "context.h"
 #include "pack.h"
 
@@ -51,6 +52,7 @@ const Table *table_of(int isa) {
     case KILAT_ISA_AVX2: return &kAvx2;
     case KILAT_ISA_AVX512: return &kAvx512;
     case KILAT_ISA_AVX512_BF16: return &kAvx512Bf16;
+    case KILAT_ISA_AMX_BF16: return amx_table();
 #endif
     default: return nullptr;
   }
@@ -107,7 +109,8 @@ int kilat_cpu_best_isa(void) {
   __builtin_cpu_init();
   bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                 __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) return KILAT_ISA_AVX512_BF16;
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+    return amx_state() == AMX_USED ? KILAT_ISA_AMX_BF16 : KILAT_ISA_AVX512_BF16;
   if (avx512) return KILAT_ISA_AVX512;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return KILAT_ISA_AVX2;
 #endif
@@ -115,8 +118,17 @@ int kilat_cpu_best_isa(void) {
 }
 
 const char *kilat_cpu_isa_name(int isa) {
-  static const char *const kNames[KILAT_ISA_COUNT] = {"plain", "avx2", "avx512", "avx512-bf16"};
+  static const char *const kNames[KILAT_ISA_COUNT] = {"plain", "avx2", "avx512", "avx512-bf16", "amx-bf16"};
   return isa >= 0 && isa < KILAT_ISA_COUNT ? kNames[isa] : "?";
+}
+
+const char *kilat_cpu_amx_note(void) {
+#if defined(__x86_64__)
+  if (kilat_cpu_best_isa() != KILAT_ISA_AVX512_BF16) return "";
+  if (amx_state() == AMX_REFUSED) return "the system does not let this process use the processor's AMX tiles";
+  if (amx_state() == AMX_UNSOUND) return "the processor's AMX tiles failed the check of their products";
+#endif
+  return "";
 }
 
 kilat_cpu *kilat_cpu_create(int threads, int isa) {
@@ -145,7 +157,8 @@ void kilat_cpu_destroy(kilat_cpu *cpu) {
   delete cpu;
 }
 
-// Upper bounds over all instruction sets: vectors of 16 floats, fp32 elements. The sizes follow linear.h, attention_*.h and sample.h.
+// Upper bounds over all instruction sets: vectors of 16 floats, fp32 elements. The sizes follow linear.h, amx_linear.h, attention_*.h and
+// sample.h.
 int kilat_cpu_reserve(kilat_cpu *cpu, const kilat_most *most) {
   Hold hold(cpu);
   Context &c = cpu->context;

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define KILAT_CPU_ABI 6
+#define KILAT_CPU_ABI 7
 
 #if defined(__GNUC__)
 #define KILAT_API __attribute__((visibility("default")))
@@ -31,7 +31,14 @@ extern "C" {
 enum { KILAT_F32 = 0, KILAT_BF16 = 1 };
 
 /* Instruction sets, worst to best. */
-enum { KILAT_ISA_PLAIN = 0, KILAT_ISA_AVX2 = 1, KILAT_ISA_AVX512 = 2, KILAT_ISA_AVX512_BF16 = 3, KILAT_ISA_COUNT = 4 };
+enum {
+  KILAT_ISA_PLAIN = 0,
+  KILAT_ISA_AVX2 = 1,
+  KILAT_ISA_AVX512 = 2,
+  KILAT_ISA_AVX512_BF16 = 3,
+  KILAT_ISA_AMX_BF16 = 4, /* products of bf16 on tiles, the rest as AVX512_BF16 */
+  KILAT_ISA_COUNT = 5
+};
 
 /* Largest head dimension that the attention and rotary kernels take. */
 enum { KILAT_MAX_HEAD_DIM = 256 };
@@ -49,8 +56,12 @@ typedef struct kilat_kv {
 /* Version of this header that the library was built from. */
 KILAT_API int kilat_cpu_abi(void);
 
-/* Best instruction set that this processor and operating system support. */
+/* Best instruction set that this processor and operating system support. The first call asks Linux for AMX tiles where there are some, for
+ * this process, and tries them on a thread of its own. */
 KILAT_API int kilat_cpu_best_isa(void);
+
+/* Why AMX tiles are not used though the processor has them; "" where they are used or there are none. */
+KILAT_API const char *kilat_cpu_amx_note(void);
 
 /* Name of an instruction set for people; "?" if there is none of that number. */
 KILAT_API const char *kilat_cpu_isa_name(int isa);

@@ -19,7 +19,7 @@ struct TileArgs {
   int64_t later_step;
 };
 
-enum { ROW_BLOCK = 64, AHEAD_BYTES = 1024, STEP_BYTES = PANEL * 4, PANEL_VECTORS = PANEL / W };
+enum { AHEAD_BYTES = 1024, STEP_BYTES = PANEL * 4, PANEL_VECTORS = PANEL / W };
 
 template <class S, class T, int MR, int NV>
 static void tile(const TileArgs &t) {

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kilat.base.errors import EngineError
-from kilat.ops.cpu.kernels import cpu_kernels
 from kilat.ops.kernels import reference
 from tests.ops.cpu.cases import SHAPES, Shape, differences, different_bits, normal, part, pool, step
 
@@ -74,9 +73,9 @@ def test_query_alone_has_bits_of_query_in_mixed_step(kernels, dtype, shape):
 
 
 @pytest.mark.parametrize("threads", [3, 8])
-def test_number_of_threads_changes_no_bit(isa, lone, dtype, threads):
+def test_number_of_threads_changes_no_bit(kernels_of, lone, dtype, threads):
     shape = Shape(9, 3, 64, 16)
-    many = cpu_kernels(threads, isa=isa)
+    many = kernels_of(threads)
     for counts, lengths in (
         ([1], [2100]),
         ([1] * 20, list(range(1, 1000, 50))),

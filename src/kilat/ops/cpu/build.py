@@ -24,11 +24,15 @@ _FLAGS = (
 _HEADER = re.compile(r'"([^"\n]+\.h)"')
 _PLAIN = ["-fno-exceptions", "-fno-rtti"]
 _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split()
+_AVX512_BF16 = [*_AVX512, "-mavx512bf16", "-mavx512vnni"]
 # File -> flags of its own. Only the file of an instruction set may use it; which one runs is decided at run time.
 _X86 = {
     "isa_avx2.cpp": ["-mavx2", "-mfma"],
     "isa_avx512.cpp": _AVX512,
-    "isa_avx512bf16.cpp": [*_AVX512, "-mavx512bf16", "-mavx512vnni"],
+    "isa_avx512bf16.cpp": _AVX512_BF16,
+    "isa_amx.cpp": _AVX512_BF16,
+    "amx_choice.cpp": [],
+    "amx_machine.cpp": [],
 }
 _COMMON: dict[str, list[str]] = {
     "kilat_cpu.cpp": [],

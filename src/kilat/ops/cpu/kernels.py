@@ -39,16 +39,19 @@ def available() -> tuple[bool, str]:
         library = load()
     except ConfigError as error:
         return False, error.message
-    return True, f"native kernels, {_isa_name(library, library.kilat_cpu_best_isa())}"
+    name, note = _isa_name(library, library.kilat_cpu_best_isa()), library.kilat_cpu_amx_note().decode()
+    return True, f"native kernels, {name}" + (f"; {note}" if note else "")
 
 
-def cpu_kernels(threads: int, why: str = "asked for", *, isa: int | None = None) -> Kernels:
+def cpu_kernels(
+    threads: int, why: str = "asked for", *, isa: int | None = None, library: ctypes.CDLL | None = None
+) -> Kernels:
     """The native set on ``threads`` threads (the caller's is one of them), for tensors of one dtype, fp32 or bf16.
 
     The threads live as long as the returned set. ``isa``: an index of the header's list, at most the best one of this machine
-    (the default). Raises ConfigError when the library cannot be built or the set cannot be created.
+    (the default). ``library``: one that was loaded before. Raises ConfigError when the library cannot be built or the set cannot be created.
     """
-    library = load()
+    library = library or load()
     level = library.kilat_cpu_best_isa() if isa is None else isa
     ops = CpuOps(library, threads, level)
     return Kernels(

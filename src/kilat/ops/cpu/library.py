@@ -2,11 +2,12 @@
 
 import ctypes
 from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
+from pathlib import Path
 
 from kilat.base.errors import ConfigError
 from kilat.ops.cpu.build import build
 
-ABI = 6
+ABI = 7
 F32, BF16 = 0, 1
 MAX_HEAD_DIM = 256
 MAX_PARTS = 8
@@ -66,6 +67,7 @@ _SIGNATURES = {
     "kilat_cpu_abi": (_I, []),
     "kilat_cpu_best_isa": (_I, []),
     "kilat_cpu_isa_name": (c_char_p, [_I]),
+    "kilat_cpu_amx_note": (c_char_p, []),
     "kilat_cpu_create": (_P, [_I, _I]),
     "kilat_cpu_destroy": (None, [_P]),
     "kilat_linear_pack": (_P, [_P, _I, _P, _L, _L, _L, _P]),
@@ -90,9 +92,9 @@ _SIGNATURES = {
 }
 
 
-def load() -> ctypes.CDLL:
-    """The library with all signatures declared; built first if needed. Raises ConfigError when that is not possible."""
-    path = build()
+def load(path: Path | None = None) -> ctypes.CDLL:
+    """The library with all signatures declared, from ``path`` or built first if needed. Raises ConfigError when that is not possible."""
+    path = path or build()
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
