@@ -17,12 +17,13 @@ MODEL = "fake"
 
 @dataclass
 class Fail:
-    """Answer with this status and message instead."""
+    """Answer with this status and message instead; ``bare``: without an error object, as a server of another API."""
 
     status: int
     message: str = "no"
     code: str = "fake_error"
     headers: dict[str, str] = field(default_factory=dict)
+    bare: bool = False
 
 
 class Drop:
@@ -173,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _fail(self, fail: Fail) -> None:
         fields = {"error": {"message": fail.message, "type": "x", "param": None, "code": fail.code}}
-        self._json(fail.status, fields, fail.headers)
+        self._json(fail.status, {} if fail.bare else fields, fail.headers)
 
     def _json(self, status: int, fields: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         data = json.dumps(fields).encode()

@@ -55,6 +55,21 @@ def test_child_that_fails_is_an_error_with_its_last_words() -> None:
     one.stop()
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        "kilat serve: x is 1, allowed 2",
+        "2026-01-02 03:04:05,678 E serve kilat.serve giving up: x is 1, allowed 2",
+    ],
+)
+def test_reason_that_a_server_gives_up_for_is_told_alone(last: str) -> None:
+    one = child(f"import sys\nprint('W worker noise'); sys.exit({last!r})")
+    with pytest.raises(PeerError) as error:
+        one.wait_ready(30)
+    assert error.value.message == "the server exited with status 1: x is 1, allowed 2"
+    one.stop()
+
+
 def test_child_that_is_late_is_an_error_and_stop_ends_it() -> None:
     one = child("print('still loading', flush=True)\n" + UNTIL_STDIN_ENDS)
     with pytest.raises(PeerError, match=r"not ready after 0\.3 s"):

@@ -125,8 +125,20 @@ def test_dropped_connection_and_nobody_listening_are_peer_errors(server: FakeSer
     gone = FakeServer()
     with running(gone):
         pass
-    with pytest.raises(PeerError, match="did not answer"):
+    with pytest.raises(PeerError, match=rf"server at {gone.url} did not answer .* is it running there\?"):
         complete(gone, CHAT, SAY)
+
+
+@pytest.mark.parametrize(("status", "asks"), [(404, True), (500, False)])
+def test_answer_without_an_error_of_the_api_is_told_with_its_address(
+    status: int, asks: bool, server: FakeServer
+) -> None:
+    server.script = lambda body, nth: Fail(status, bare=True)
+    with pytest.raises(KilatError) as error:
+        complete(server, CHAT, SAY)
+    said = error.value.message
+    assert said.startswith(f"{server.url}{CHAT} answered HTTP status {status}")
+    assert ("is this an OpenAI-compatible server?" in said) is asks
 
 
 def test_server_that_says_nothing_is_given_up_after_the_timeout(server: FakeServer) -> None:

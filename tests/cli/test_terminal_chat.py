@@ -111,7 +111,9 @@ def test_nobody_listening_is_one_line_and_exit_1() -> None:
     with running(gone):
         pass
     done = chat(gone, "x\n")
-    assert done.returncode == 1 and done.stderr.startswith("kilat chat: the server did not answer")
+    assert done.returncode == 1 and done.stderr.startswith(
+        f"kilat chat: the server at {gone.url} did not answer"
+    )
     assert done.stderr.count("\n") == 1
 
 

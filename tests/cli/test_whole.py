@@ -15,6 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kilat.cli import serve
+from kilat.cli.main import main
 from tests.cli.test_child_server import wait_gone
 from tests.cli.whole_model import write_model
 
@@ -95,6 +97,52 @@ def test_serve_answers_under_its_name_and_key_and_exits_0_after_sigterm(model: P
 def test_serve_refuses_what_it_cannot_do_in_one_line(argv: tuple[str, ...], says: str, model: Path) -> None:
     done = kilat("serve", str(model), "--port", "0", *argv)
     assert done.returncode != 0 and says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--max-model-len", "100K"), "--max-model-len is 102,400, the model was trained for 512 positions"),
+        (("--device", "cpu", "--host-cache-gb", "1"), "in the host's memory already"),
+        (
+            ("--disk-cache-gb", "1", "--disk-cache-dir", "/proc/pages"),
+            "the folder /proc/pages cannot be written",
+        ),
+        (
+            ("--disk-cache-gb", "1000000", "--disk-cache-dir", "{tmp}"),
+            "--disk-cache-gb is 1e+06, the disk of {tmp} has",
+        ),
+    ],
+)
+def test_what_this_machine_or_model_has_not_is_one_line_and_exit_2(
+    argv: tuple[str, ...], says: str, model: Path, tmp_path: Path
+) -> None:
+    argv = tuple(a.format(tmp=tmp_path) for a in argv)
+    done = kilat("serve", str(model), "--port", "0", "--kernels", "reference", *argv)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert says.format(tmp=tmp_path) in done.stderr
+
+
+def test_disk_cache_may_be_as_large_as_what_it_holds_and_what_is_free(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker-0").mkdir()
+    (tmp_path / "worker-0" / "pages").write_bytes(b"x" * 8_000_000)
+    usage = type("Usage", (), {"free": 4_000_000})
+    monkeypatch.setattr(serve.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(serve.log, "setup", lambda process: None)
+    monkeypatch.setattr(serve, "serve", lambda config: 0)
+    line = [
+        "serve",
+        str(model),
+        "--kernels",
+        "reference",
+        "--disk-cache-dir",
+        str(tmp_path),
+        "--disk-cache-gb",
+    ]
+    assert main([*line, "0.0115"]) == 0
+    assert main([*line, "0.0125"]) == 2
 
 
 def test_wrong_option_costs_no_download(tmp_path: Path) -> None:

@@ -84,6 +84,20 @@ def test_name_of_nothing_is_an_error_that_lists_what_there_is(name):
         resolve(name)
 
 
+@pytest.mark.parametrize("name", ["missing.gguf", "./folder/missing", "/no/such/folder", "~/missing.gguf"])
+def test_path_of_nothing_is_told_to_be_missing(name):
+    with pytest.raises(SourceError, match="no file or folder"):
+        resolve(name)
+
+
+def test_name_that_is_nearly_one_of_the_catalogue_is_asked_about():
+    with pytest.raises(SourceError, match=r"did you mean smollm2\?"):
+        resolve("smolm2")
+    with pytest.raises(SourceError) as error:
+        resolve("something-else")
+    assert "did you mean" not in error.value.message
+
+
 def test_catalogue_name_is_the_cached_file_when_it_is_there(cache, monkeypatch):
     model = packages.find("smollm2")
     assert model is not None

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import gc
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from kilat.base.errors import ConfigError, EngineError
 from kilat.cli import load
 from kilat.cli.fetch import fetch
+from kilat.cli.kernels import prepare
 from kilat.cli.machine import read_machine
 from kilat.cli.measures import Sample, Summary, poisson_arrivals, spread, summarize
 from kilat.cli.options import engine_options
@@ -44,6 +46,7 @@ def _throughput(args: argparse.Namespace) -> int:
     if name is None:
         raise ConfigError("got no model: name one (kilat model list shows some)")
     requests = _requests(args)
+    prepare(args, lambda text: print(f"{args.parser.prog}: {text}", file=sys.stderr))
     fetch(name)
     with LLM(name, **engine_options(args)) as llm:
         gc.freeze()  # as in a worker

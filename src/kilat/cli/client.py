@@ -119,21 +119,21 @@ class Client:
         except (KeyError, TypeError) as e:
             raise _broken("its list of models has another form") from e
         except httpx.HTTPError as e:
-            raise _unreachable(e) from e
+            raise self._unreachable(e) from e
 
     async def get(self, path: str) -> dict[str, Any]:
         """The body of a GET."""
         try:
             return _reply(await self._http.get(path, timeout=CONNECT_TIMEOUT_S)).body
         except httpx.HTTPError as e:
-            raise _unreachable(e) from e
+            raise self._unreachable(e) from e
 
     async def complete(self, path: str, body: dict[str, Any]) -> Reply:
         """POST ``body``; the whole answer."""
         try:
             return _reply(await self._http.post(path, json=body))
         except httpx.HTTPError as e:
-            raise _unreachable(e) from e
+            raise self._unreachable(e) from e
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[Chunk]:
         """POST ``body`` as a stream with usage; closing the iterator cancels the request on the server."""
@@ -151,8 +151,16 @@ class Client:
                             return
                         yield self._chunk(payload, now)
         except httpx.HTTPError as e:
-            raise _unreachable(e) from e
+            raise self._unreachable(e) from e
         raise _broken("the stream ended before [DONE]")
+
+    def _unreachable(self, e: httpx.HTTPError) -> PeerError:
+        why = f"{type(e).__name__} {e}".rstrip()
+        where = str(self._http.base_url).rstrip("/")
+        hint = ": is it running there?" if isinstance(e, httpx.ConnectError) else ""
+        made = PeerError(f"the server at {where} did not answer ({why}){hint}", code="unreachable")
+        made.status = 0
+        return made
 
     def _chunk(self, payload: bytes, now: float) -> Chunk:
         try:
@@ -201,7 +209,7 @@ def _error(status: int, error: Any, r: httpx.Response | None) -> KilatError:
     else).
     """
     fields = error if isinstance(error, dict) else {}
-    message = str(fields.get("message") or error or f"HTTP status {status}")[:2000]
+    message = str(fields.get("message") or error or _strange(status, r))[:2000]
     if status in (429, 503):
         wait = r.headers.get("retry-after", "") if r is not None else ""
         return CapacityError(message, retry_after_s=float(wait) if wait.isdecimal() else 1.0, status=status)
@@ -219,16 +227,18 @@ def _error(status: int, error: Any, r: httpx.Response | None) -> KilatError:
     return made
 
 
+def _strange(status: int, r: httpx.Response | None) -> str:
+    """What to say of an answer that carries no error object of the API."""
+    if r is None:
+        return f"HTTP status {status}"
+    hint = ": is this an OpenAI-compatible server?" if status in (404, 405, 501) else ""
+    return f"{r.request.url} answered HTTP status {status}{hint}"
+
+
 def _status_of(error: Any) -> int:
     """HTTP status of an error inside a stream, whose own status was already 200."""
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, int) and 400 <= code < 600 else 500
-
-
-def _unreachable(e: httpx.HTTPError) -> PeerError:
-    made = PeerError(f"the server did not answer: {type(e).__name__} {e}".rstrip(), code="unreachable")
-    made.status = 0
-    return made
 
 
 def _broken(what: str) -> PeerError:

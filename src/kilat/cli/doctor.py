@@ -102,7 +102,7 @@ def kernel_findings(chosen: "Kernels", settings: EngineConfig) -> Iterator[Findi
     """The kernel set and the reason it was taken."""
     reference = chosen.name.endswith("reference")
     fix = (
-        "slow; install a C++ compiler (g++ or clang++) and start again"
+        "many times slower than native kernels: mend what the reason says, then start again"
         if reference and settings.kernels == "auto"
         else ""
     )

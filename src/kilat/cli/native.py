@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kilat.base.errors import ConfigError
 from kilat.cli.fetch import fetch
+from kilat.cli.kernels import told_when_slow
 from kilat.cli.text import n_bytes_text
 from kilat.load.files import ModelFiles
 from kilat.native import library
@@ -30,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0; errors are raised."""
     files = fetch(args.model)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
-    library.load(args.library)  # built now if it was not, which is no part of the times
+    with told_when_slow("building the native runtime, once: up to a minute"):
+        library.load(args.library)  # built now if it was not, which is no part of the times
     clock = _Clock(time.perf_counter())
     with NativeModel(
         files.path,

@@ -1,16 +1,20 @@
 """`kilat serve MODEL`: resolve the model, then hand over to cluster/launch."""
 
 import argparse
+import shutil
+import tempfile
 from pathlib import Path
 
 from kilat.base import log
 from kilat.base.env import cache_dir, cuda_devices
 from kilat.base.errors import ConfigError
 from kilat.cli.fetch import fetch
+from kilat.cli.kernels import prepare
 from kilat.cli.options import engine_options, read_keys
 from kilat.cluster.config import RayConfig, ServeConfig, check
 from kilat.cluster.launch import serve
 from kilat.engine.config import EngineConfig
+from kilat.load.config import read_generation
 from kilat.load.files import ModelFiles
 from kilat.policy.scale.config import BESIDE
 
@@ -19,8 +23,49 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status of the deployment."""
     log.setup("serve")
     # a wrong option must not cost a download
-    check(_config(args, ModelFiles("hf", Path(args.model), args.model)))
-    return serve(_config(args, fetch(args.model)))
+    config = _config(args, ModelFiles("hf", Path(args.model), args.model))
+    check(config)
+    if config.ray is None:  # with Ray others' machines count
+        _check_machine(args, config)
+        prepare(args, log.get_logger("serve").warning)
+    files = fetch(args.model)
+    _check_length(args.max_model_len, files)
+    return serve(_config(args, files))
+
+
+def _check_machine(args: argparse.Namespace, config: ServeConfig) -> None:
+    """Raise ConfigError for what this machine has not, before anything is loaded."""
+    if config.host_cache_gb and args.device == "cpu":
+        raise ConfigError(
+            f"--host-cache-gb is {config.host_cache_gb:g}, but with --device cpu pages are in the host's memory already: "
+            "use a larger --kv-cache-memory-bytes, or --disk-cache-gb"
+        )
+    if not config.disk_cache_gb:
+        return
+    folder = Path(config.disk_cache_dir)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        held = sum(f.stat().st_blocks * 512 for f in folder.rglob("*") if f.is_file())
+        room_gb = (shutil.disk_usage(folder).free + held) / 1e9
+    except OSError as e:
+        raise ConfigError(
+            f"the folder {folder} cannot be written ({e.strerror}): name another with --disk-cache-dir"
+        ) from e
+    if config.disk_cache_gb > room_gb:
+        raise ConfigError(
+            f"--disk-cache-gb is {config.disk_cache_gb:g}, the disk of {folder} has room for {room_gb:.1f}: ask for less, or name "
+            "another folder with --disk-cache-dir"
+        )
+
+
+def _check_length(asked: int | None, files: ModelFiles) -> None:
+    """Raise ConfigError for a context that the model does not have."""
+    if asked is not None and asked > (most := read_generation(files).max_model_len):
+        raise ConfigError(
+            f"--max-model-len is {asked:,}, the model was trained for {most:,} positions: use that or less"
+        )
 
 
 def _config(args: argparse.Namespace, files: ModelFiles) -> ServeConfig:

@@ -20,12 +20,15 @@ from kilat.base import env
 from kilat.base.errors import ConfigError, PeerError
 from kilat.cli.client import Client
 from kilat.cli.fetch import fetch
+from kilat.cli.kernels import prepare
 from kilat.cli.options import engine_argv
 from kilat.cli.progress import spinner
 
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 15.0
 LOG_BYTES = 1 << 20
+# what `kilat serve` says last when it cannot go on
+_REASON = re.compile(r"^kilat serve: (.+)$|^.* E serve kilat\.serve giving up: (.+)$")
 _READY = re.compile(r"^ready: .* at (http://\S+)/v1", re.MULTILINE)
 
 
@@ -79,7 +82,9 @@ def target(args: argparse.Namespace) -> Iterator[Target]:
         yield asyncio.run(_given(args.url, model, args.api_key))
         return
     assert model is not None
-    files = fetch(model)  # download here, where the progress can be seen
+    # both here, where they can be seen
+    prepare(args, lambda text: print(f"{args.parser.prog}: {text}", file=sys.stderr))
+    files = fetch(model)
     command = [sys.executable, "-m", "kilat.cli", "serve", model, "--port", "0", "--drain-timeout", "0"]
     command += ["--stop-at-stdin-end", *engine_argv(args)]
     with spinner(f"starting {model}"):
@@ -169,4 +174,6 @@ class ChildServer:
 
     def _last_words(self) -> str:
         lines = self._output().strip().splitlines()
+        if lines and (found := _REASON.match(lines[-1])):
+            return found[1] or found[2]
         return " | ".join(lines[-3:]) or "it said nothing"

