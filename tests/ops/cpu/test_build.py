@@ -47,6 +47,15 @@ def test_without_sources_the_reason_says_so(monkeypatch):
     assert not usable and "not installed" in why
 
 
+def test_cache_that_cannot_be_written_is_a_reason_with_the_folder(small_sources, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    # nobody, not even root, makes a folder in a file or in /proc
+    for cache in (tmp_path / "file", Path("/proc/cache")):
+        monkeypatch.setenv("KILAT_CACHE_DIR", str(cache))
+        usable, why = available()
+        assert not usable and str(cache / "native") in why and "set KILAT_CACHE_DIR" in why
+
+
 def test_source_that_does_not_compile_is_reported_and_leaves_nothing_behind(small_sources, tmp_path):
     (small_sources / "pool.cpp").write_text("int f(void) { return no_such_name; }\n")
     with pytest.raises(ConfigError, match="no_such_name"):

@@ -93,8 +93,20 @@ def build_library(what: str, units: dict[str, list[str]]) -> Path:
             f"no C++ compiler found (looked for {', '.join(_COMPILERS)}): install one, e.g. `apt install g++`"
         )
     folder = env.cache_dir() / "native"
-    folder.mkdir(parents=True, exist_ok=True)
-    compile_ = [cxx, *_FLAGS]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _from_cache(what, [cxx, *_FLAGS], units, sources, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{what} cannot be put into {folder} ({error.strerror}): make room there, or set KILAT_CACHE_DIR to a folder that can be written"
+        ) from error
+
+
+def _from_cache(
+    what: str, compile_: list[str], units: dict[str, list[str]], sources: Path, folder: Path
+) -> Path:
+    """The library of ``units`` of ``sources`` in ``folder``, built now if it is not there. Raises ConfigError for what does not compile,
+    OSError for a folder that cannot be written."""
     read = cache(_read)  # most headers are named by most units
     # path, flags and what becomes of it
     objects = {
@@ -111,7 +123,7 @@ def build_library(what: str, units: dict[str, list[str]]) -> Path:
     with (folder / "build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            event(get_logger("ops.cpu"), f"building {what}, once", compiler=cxx, library=target)
+            event(get_logger("ops.cpu"), f"building {what}, once", compiler=compile_[0], library=target)
             _compile(what, compile_, objects, target)
     return target
 
