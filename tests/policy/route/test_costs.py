@@ -1,5 +1,7 @@
 """Seconds out of rates."""
 
+from random import Random
+
 import pytest
 
 from kilat.base.errors import ConfigError
@@ -102,6 +104,34 @@ def test_measured_moves_replace_the_guess():
     link.measured(0, 1.0)
     link.measured(5, 0.0)
     assert link.page_move_s == before
+
+
+def test_moves_of_few_pages_that_wait_for_steps_do_not_make_pages_dear():
+    link, rng = LinkRate(0.001, 0.001), Random(0)
+    for _ in range(300):
+        n = rng.choice((1, 2, 32, 32))
+        link.measured(n, rng.uniform(0.02, 0.06) + n * 0.0008)
+    assert link.move_s == pytest.approx(0.04, rel=0.3)
+    assert link.page_move_s == pytest.approx(0.0008, rel=0.5)
+
+
+def test_a_link_that_becomes_slower_is_noticed():
+    link = LinkRate(0.001, 0.001)
+    for page_s in (0.0005, 0.005):
+        for n in (1, 8, 32, 64) * 50:
+            link.measured(n, 0.01 + n * page_s)
+        assert link.seconds(50) == pytest.approx(0.01 + 50 * page_s, rel=0.05)
+
+
+def test_what_is_measured_of_moves_is_never_below_nothing():
+    link = LinkRate(0.01, 0.001)
+    for n, seconds in [(1, 1.0), (50, 0.1), (100, 0.01)] * 20:
+        link.measured(n, seconds)
+    assert link.page_move_s == 0.0 and 0.01 < link.move_s < 1.0
+    steep = LinkRate(0.01, 0.001)
+    for n, seconds in [(1, 0.001), (100, 10.0)] * 20:
+        steep.measured(n, seconds)
+    assert steep.move_s == 0.0 and 0.0 < steep.page_move_s < 0.1
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from kilat.policy.route.config import RouterConfig
 from kilat.policy.route.views import RouteRequest, WorkerView
 
-WEIGHT = 0.2
-"""Of the newest measurement in a moving average."""
+KEPT = 0.97
+"""Of the weight of older moves, with each new one."""
+STAY = 0.001
+"""How much the last start counts, beside all moves."""
 
 UNKNOWN_TOKENS_PER_S = 1000.0
 UNKNOWN_STEP_S = 0.05
@@ -16,17 +18,32 @@ LEAST_ROOM = 0.05
 
 
 class LinkRate:
-    """Seconds to read pages from a peer, from what moves have taken."""
+    """Seconds to read pages from a peer, from what moves have taken: a start, in which both sides may have to end a step, and each page.
+
+    The two are those that explain all moves best: least squares of what they are wrong by, newer moves counting more, nothing below 0. So
+    a move of one page, nearly all of it a start, does not make pages dear. While all moves are alike the start stays what it was.
+    """
 
     def __init__(self, move_s: float, page_move_s: float) -> None:
         self.move_s = move_s
         self.page_move_s = page_move_s
+        self._sums = [0.0] * 5
 
     def measured(self, n_pages: int, seconds: float) -> None:
         """A move of ``n_pages`` took ``seconds`` from the request for it to its end."""
-        if n_pages > 0 and seconds > 0:
-            value = max(seconds - self.move_s, seconds / 2) / n_pages
-            self.page_move_s += WEIGHT * (value - self.page_move_s)
+        if n_pages <= 0 or seconds <= 0:
+            return
+        weight = 1 / seconds
+        news = (weight, weight * n_pages, weight * n_pages**2, 1.0, n_pages)
+        self._sums = [KEPT * old + new for old, new in zip(self._sums, news)]
+        n, pages, squares, time, products = self._sums
+        time += STAY * n * self.move_s
+        n += STAY * n
+        apart = n * squares - pages**2
+        self.move_s = max((time * squares - pages * products) / apart, 0.0)
+        self.page_move_s = max((products - pages * self.move_s) / squares, 0.0)
+        if not self.page_move_s:
+            self.move_s = time / n
 
     def seconds(self, n_pages: int) -> float:
         return self.move_s + n_pages * self.page_move_s if n_pages else 0.0
