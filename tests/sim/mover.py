@@ -79,7 +79,7 @@ class SimTransport:
             theirs = owner.runner.pages if owner is not None and not why else None
             for page, to in zip(pages, into):
                 mine[to] = list(theirs[page]) if theirs is not None else [GARBAGE] * self._worker.page_tokens
-        self._done.append(Done(ticket, not why, 0 if why else len(pages), why))
+        self._done.append(Done(ticket, not why, 0 if why else 4 * self._worker.page_tokens * len(pages), why))
         self._worker.wake()
 
     def poll(self) -> list[Done]:
