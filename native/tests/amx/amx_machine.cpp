@@ -32,6 +32,9 @@ using namespace kilat;
 
 extern "C" {
 
+// From now on, so before the first question about instruction sets.
+KILAT_API void kilat_model_fault(int fault) { amx::model.fault = fault; }
+
 // The state that is found on a machine with a fault, or -1 when that leaves other signal handlers behind; then the machine is whole again.
 KILAT_API int kilat_model_try(int fault) {
   struct sigaction before[2], after[2];

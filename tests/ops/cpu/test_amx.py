@@ -41,10 +41,36 @@ def test_tiles_are_used_only_where_all_is_well(model, fault):
     assert model.kilat_model_try(list(amx.FAULTS).index(fault)) == amx.FAULTS[fault]
 
 
-def test_choice_is_the_best_set_and_its_name_says_so(model, monkeypatch):
-    monkeypatch.setattr(cpu, "load", lambda: model)
-    assert cpu.available() == (True, "native kernels, amx-bf16")
-    assert cpu.cpu_kernels(1).name == "cpu-amx-bf16"
+SET = """
+import sys
+from kilat.ops.cpu import kernels
+from tests.ops.cpu import amx
+library = amx.model_library()
+library.kilat_model_fault(int(sys.argv[1]))
+kernels.load = lambda: library
+print(kernels.cpu_kernels(2).name, kernels.available()[1], sep=": ")
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("whole", "cpu-amx-bf16: native kernels, amx-bf16"),
+        ("absent", "cpu-avx512-bf16: native kernels, avx512-bf16"),
+        (
+            "refused",
+            "cpu-avx512-bf16: native kernels, avx512-bf16; the system does not let this process use the processor's AMX tiles",
+        ),
+        (
+            "permitted in words only",
+            "cpu-avx512-bf16: native kernels, avx512-bf16; the processor's AMX tiles failed the check of their products",
+        ),
+    ],
+)
+def test_a_process_takes_the_set_that_its_machine_allows_and_says_why(model, fault, said):
+    command = [sys.executable, "-c", SET, str(list(amx.FAULTS).index(fault))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == said, done.stderr
 
 
 def test_machine_without_tiles_computes_as_before_and_says_nothing(best_isa):
