@@ -179,3 +179,6 @@ def test_keys_come_from_flags_and_from_the_lines_of_a_file(tmp_path: Path) -> No
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="holds no key"):
         options.read_keys([], file)
+    file.write_bytes(b"kl_a_1\n\xff\xfe")
+    with pytest.raises(ConfigError, match="it is not UTF-8 text"):
+        options.read_keys([], file)

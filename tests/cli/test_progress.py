@@ -116,3 +116,10 @@ def test_spinner_is_one_line_where_there_is_no_terminal(capsys: pytest.CaptureFi
     with spinner("starting m"):
         pass
     assert capsys.readouterr() == ("", "starting m\n")
+
+
+def test_rate_below_one_is_told_with_two_digits(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with RowBar("rows", 3) as bar:
+        clock.now += 40
+        bar.advance()
+    assert capsys.readouterr().err == "rows: 1 of 3, 0.025/s, 80 s left\n" * 2

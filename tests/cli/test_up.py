@@ -81,8 +81,9 @@ def test_model_is_enough_and_the_file_gives_the_name(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_file_is_refused_with_the_field(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=says) as error:
         read_deployment(written(tmp_path, text))
+    assert "\n" not in error.value.message
 
 
 def kilat(folder: Path, *argv: str) -> "subprocess.CompletedProcess[str]":

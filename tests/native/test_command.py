@@ -61,3 +61,19 @@ def test_text_is_the_same_from_the_packages_tokenizer_where_the_runtime_has_none
 def test_chat_of_a_file_without_a_template_says_so(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command(gguf), "--chat"]) == 2
     assert "no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("-p", ""), "the prompt is empty"),
+        (("-p", "word " * 40, "--context", "8"), "tokens, the context is 8: shorten it, or give --context"),
+        (("-p", "x", "--library", __file__), "build it with `make -C native`"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_with_the_fix(
+    argv: tuple[str, ...], says: str, gguf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["native", str(gguf), *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("kilat native: ") and err.count("\n") == 1 and says in err

@@ -46,8 +46,8 @@ def _throughput(args: argparse.Namespace) -> int:
     if name is None:
         raise ConfigError("got no model: name one (kilat model list shows some)")
     requests = _requests(args)
-    prepare(args, lambda text: print(f"{args.parser.prog}: {text}", file=sys.stderr))
     fetch(name)
+    prepare(args, lambda text: print(f"{args.parser.prog}: {text}", file=sys.stderr))
     with LLM(name, **engine_options(args)) as llm:
         gc.freeze()  # as in a worker
         info = llm.engine.info

@@ -73,7 +73,8 @@ def read_deployment(path: Path) -> Deployment:
     except OSError as e:
         raise ConfigError(f"{path} cannot be read: {e.strerror}") from e
     except msgspec.MsgspecError as e:
-        raise ConfigError(f"{path}: {e}") from e
+        # YAML's own errors have several lines
+        raise ConfigError(f"{path}: {' '.join(str(e).split())} (docs/deploy.md says what it may hold)") from e
     name = found.name or path.stem
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise ConfigError(f"{path}: name is {name!r}, allowed are letters, digits, and . _ - after the first")

@@ -30,9 +30,10 @@ class _Clock:
 def run(args: argparse.Namespace) -> int:
     """Exit status 0; errors are raised."""
     files = fetch(args.model)
+    given = args.library and args.library.resolve()  # the loader looks for a bare name elsewhere
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     with told_when_slow("building the native runtime, once: up to a minute"):
-        library.load(args.library)  # built now if it was not, which is no part of the times
+        library.load(given)  # built now if it was not, which is no part of the times
     clock = _Clock(time.perf_counter())
     with NativeModel(
         files.path,
@@ -40,12 +41,19 @@ def run(args: argparse.Namespace) -> int:
         threads=args.threads,
         dtype=args.dtype,
         weights=args.weights,
-        library=args.library,
+        library=given,
     ) as model:
         clock.opened = time.perf_counter()
         prompt, text = _read(files, model, args)
+        if not prompt:
+            raise ConfigError("the prompt is empty: give --prompt some text to go on with")
         with model.session(args.context, run_ahead=True) as session:
             clock.ready = time.perf_counter()
+            if len(prompt) > session.context:
+                raise ConfigError(
+                    f"the prompt has {len(prompt):,} tokens, the context is {session.context:,}: shorten it, or give --context, "
+                    f"at most {model.info.max_context:,}"
+                )
             end = () if args.ignore_eos else model.info.end_ids
             most = min(args.max_tokens, session.context - len(prompt) + 1)
             n = 0

@@ -237,7 +237,14 @@ def read_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
     """API keys from flags and from a file with one key a line (``#`` begins a comment line)."""
     keys = list(given)
     if file is not None:
-        lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            why = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+            raise ConfigError(
+                f"the --api-key-file {file} cannot be read ({why}): write one key a line"
+            ) from e
+        lines = (line.strip() for line in text.splitlines())
         found = [line for line in lines if line and not line.startswith("#")]
         if not found:
             raise ConfigError("the --api-key-file holds no key: write one key a line")

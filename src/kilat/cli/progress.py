@@ -83,7 +83,7 @@ def spinner(label: str) -> Iterator[None]:
 
 
 def _number(n: float) -> str:
-    return f"{n:,.1f}".removesuffix(".0")
+    return f"{n:,.1f}".removesuffix(".0") if n >= 1 or n == 0 else f"{n:.2g}"
 
 
 class _RateColumn(ProgressColumn):

@@ -27,9 +27,10 @@ def run(args: argparse.Namespace) -> int:
     check(config)
     if config.ray is None:  # with Ray others' machines count
         _check_machine(args, config)
-        prepare(args, log.get_logger("serve").warning)
     files = fetch(args.model)
     _check_length(args.max_model_len, files)
+    if config.ray is None:
+        prepare(args, log.get_logger("serve").warning)
     return serve(_config(args, files))
 
 

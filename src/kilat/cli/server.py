@@ -83,8 +83,8 @@ def target(args: argparse.Namespace) -> Iterator[Target]:
         return
     assert model is not None
     # both here, where they can be seen
-    prepare(args, lambda text: print(f"{args.parser.prog}: {text}", file=sys.stderr))
     files = fetch(model)
+    prepare(args, lambda text: print(f"{args.parser.prog}: {text}", file=sys.stderr))
     command = [sys.executable, "-m", "kilat.cli", "serve", model, "--port", "0", "--drain-timeout", "0"]
     command += ["--stop-at-stdin-end", *engine_argv(args)]
     with spinner(f"starting {model}"):

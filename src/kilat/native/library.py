@@ -108,6 +108,7 @@ _SIGNATURES = {
 def load(path: Path | None = None) -> ctypes.CDLL:
     """The library with all signatures declared; built first if needed, or the one at ``path``, which ``make -C native`` built (with CUDA
     where that was asked for). Raises ConfigError when that is not possible."""
+    fix = "build it with `make -C native`" if path else "remove it"
     path = path or build()
     try:
         library = ctypes.CDLL(str(path))
@@ -116,9 +117,9 @@ def load(path: Path | None = None) -> ctypes.CDLL:
             function.restype = result
             function.argtypes = arguments
     except (OSError, AttributeError) as error:
-        raise ConfigError(f"the built native runtime cannot be loaded: {error}; remove {path}") from error
+        raise ConfigError(f"the native runtime {path} cannot be loaded ({error}): {fix}") from error
     if library.kilat_version() != VERSION:
         raise ConfigError(
-            f"native runtime of version {library.kilat_version()}, need {VERSION}: remove {path}"
+            f"the native runtime {path} has version {library.kilat_version()}, need {VERSION}: {fix}"
         )
     return library
