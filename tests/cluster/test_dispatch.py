@@ -1,5 +1,6 @@
 """Sessions on their way through workers that die, refuse, leave and are late: each request ends once, each page is given back."""
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 from sim_cluster import SimCluster, SimWorker, happen, kinds
 
 from kilat.base.errors import CapacityError, EngineError, PeerError
+from kilat.policy.route.router import Router
+from kilat.policy.route.views import Route, RouteRequest, WorkerView
 from kilat.wire.messages import (
     Adopt,
     Fetch,
@@ -38,6 +41,21 @@ def test_long_prompt_is_computed_by_one_worker_and_goes_on_at_the_other() -> Non
     assert at == "w1" and adopt.record.epoch == 1 and adopt.record.output_ids == ask.got()[0][:1]
     assert adopt.offer.first_token == 0
     assert [w for w, _ in kinds(cluster, Release)] == ["w0"] * 3
+
+
+def test_router_is_told_how_much_may_still_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = SimCluster([(1.0, 0.0), (0.0, 1.0)])
+    asked: list[int | None] = []
+    choose = Router.choose
+
+    def record(self: Router, request: RouteRequest, workers: Sequence[WorkerView], now_s: float) -> Route:
+        asked.append(request.n_answer)
+        return choose(self, request, workers, now_s)
+
+    monkeypatch.setattr(Router, "choose", record)
+    cluster.ask(9, max_tokens=6)
+    cluster.settle()
+    assert asked == [6]
 
 
 @pytest.mark.parametrize("n", [1, 3])

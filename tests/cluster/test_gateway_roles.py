@@ -8,7 +8,8 @@ from sim_cluster import SimCluster
 
 from kilat.base.errors import ConfigError
 from kilat.cluster.config import ServeConfig, check
-from kilat.cluster.gateway.roles import Roles
+from kilat.cluster.gateway.roles import Roles, role_worker
+from kilat.policy.route.views import WorkerView
 from kilat.policy.scale.config import ScaleConfig
 from kilat.policy.scale.roles import RoleScaler, Weights
 from kilat.policy.scale.window import Window
@@ -69,6 +70,11 @@ def test_request_without_a_token_says_nothing() -> None:
     assert window.ttft_s == [0.5] and window.tpot_s == []
 
 
+def test_pages_of_prompts_that_wait_count_as_used() -> None:
+    view = WorkerView("w", n_pages=100, free_pages=70, queued_prompt_tokens=100)
+    assert role_worker(view, page_tokens=16).pages_used == 37
+
+
 def test_request_that_ends_within_a_window_is_measured_too() -> None:
     scaler = Recorder()
     roles = Roles(scaler, SimCluster([(1.0, 1.0)]).gateway, 0.0)  # type: ignore[arg-type]
@@ -79,8 +85,8 @@ def test_request_that_ends_within_a_window_is_measured_too() -> None:
     roles.tick([], 1.0)
     roles.tick([], 2.0)
     first, second = scaler.windows
-    assert (first.ttft_s, first.tpot_s, first.prompt_tokens) == ([0.25], [0.25], 42)
-    assert (second.ttft_s, second.tpot_s, second.prompt_tokens) == ([], [], 0)
+    assert (first.ttft_s, first.tpot_s, first.prompts) == ([0.25], [0.25], [30, 12])
+    assert (second.ttft_s, second.tpot_s, second.prompts) == ([], [], [])
 
 
 def test_new_weights_are_those_that_the_router_sees() -> None:

@@ -107,7 +107,7 @@ class Gateway:
         self.readers: dict[str, Reader] = {}
         self.ttft_s: list[float] = []
         self.tpot_s: dict[str, tuple[float, int]] = {}
-        self.prompt_tokens = 0
+        self.prompts: list[int] = []
         self.changes: list[tuple[float, dict[str, Weights]]] = []
         self._next_window_s = window_s
 
@@ -131,7 +131,7 @@ class Gateway:
         reader = Reader(record, self)
         effects = self.dispatcher.submit(replace(record, arrival_s=now_s), reader, 0, now_s)
         self.readers[record.session_id] = reader
-        self.prompt_tokens += len(record.prompt_ids)
+        self.prompts.append(len(record.prompt_ids))
         return effects
 
     def cancel(self, session_id: str, n: int, now_s: float) -> Effects:
@@ -153,10 +153,12 @@ class Gateway:
         self.tpot_s[name] = seconds + self.now_s - before_s, n + n_tokens
 
     def _scale(self, scaler: RoleScaler, now_s: float) -> None:
-        workers = [role_worker(v) for v in self.dispatcher.views()]
+        hello = self.dispatcher.workers.hello
+        page_tokens = hello.page_tokens if hello is not None else 1
+        workers = [role_worker(v, page_tokens) for v in self.dispatcher.views()]
         tpot_s = [seconds / n for seconds, n in self.tpot_s.values()]
-        window = Window(workers, self.window_s, self.prompt_tokens, self.ttft_s, tpot_s)
-        self.ttft_s, self.tpot_s, self.prompt_tokens = [], {}, 0
+        window = Window(workers, self.window_s, self.prompts, self.ttft_s, tpot_s)
+        self.ttft_s, self.tpot_s, self.prompts = [], {}, []
         for worker_id, weights in (scaler.on_window(window, now_s) or {}).items():
             worker = self.dispatcher.workers.get(worker_id)
             worker.prefill_weight, worker.decode_weight = weights

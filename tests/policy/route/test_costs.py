@@ -6,7 +6,8 @@ import pytest
 
 from kilat.base.errors import ConfigError
 from kilat.policy.route.config import RouterConfig
-from kilat.policy.route.costs import UNKNOWN_TOKENS_PER_S, Costs, LinkRate
+from kilat.policy.route.costs import AIM, UNKNOWN_TOKENS_PER_S, Costs, LinkRate
+from kilat.policy.sched.pace import MARGIN
 from tests.policy.route.fleet import RATE, decoder, request, view
 
 pytestmark = pytest.mark.logic
@@ -42,7 +43,8 @@ def test_with_a_target_for_steps_a_prompt_gets_the_time_that_streams_leave():
     idle, busy = view("w", step_s=0.02), view("w", running=10, step_s=0.02, queued_prompt_tokens=100)
     c = costs([idle], target_step_s=0.05)
     assert c.prefill(idle, 0, None, 0).total_s == pytest.approx(1025 / RATE)
-    assert c.prefill(busy, 0, None, 0).total_s == pytest.approx(1125 / (RATE * 0.6))
+    assert c.prefill(busy, 0, None, 0).total_s == pytest.approx(1125 / (RATE * (1 - 0.02 / (AIM * 0.05))))
+    assert AIM == MARGIN
     full = view("w", running=99, step_s=0.2)
     assert c.prefill(full, 0, None, 0).compute_s == pytest.approx(20 * 1025 / RATE)
 

@@ -141,6 +141,26 @@ def test_a_prompt_cached_on_the_decode_worker_stays_there():
     assert (route.worker, route.decode) == ("d0", None)
 
 
+def test_a_short_answer_to_a_long_prompt_is_written_where_the_prompt_was_computed():
+    workers = [prefiller("p0"), decoder("d0", running=2)]
+    slow = RouterConfig(page_move_s=0.005)  # 0.3 s for the pages; a step takes 0.02
+    assert choose(Router(slow), workers, request(n_answer=4)).decode is None
+    assert choose(Router(slow), workers, request(n_answer=4)).worker == "p0"
+    assert choose(Router(slow), workers, request(n_answer=9)).decode == "d0", "not short"
+    assert choose(Router(slow), workers, request(n_answer=None)).decode == "d0", "nobody knows"
+    assert choose(Router(), workers, request(n_answer=4)).decode == "d0", "moving takes less"
+
+
+def test_with_a_target_an_answer_too_short_to_make_up_for_a_move_stays_where_its_prompt_was_computed():
+    workers = [prefiller("p0"), decoder("d0", running=2)]
+    router = Router(RouterConfig(move_s=0.02, page_move_s=0.0002, target_step_s=0.1))
+    # 33 ms for the pages; of each step after the first token about 12 ms are to spare
+    assert choose(router, workers, request(n_answer=1)).decode is None
+    assert choose(router, workers, request(n_answer=3)).decode is None
+    assert choose(router, workers, request(n_answer=4)).decode == "d0"
+    assert choose(router, workers, request(n_answer=None)).decode == "d0"
+
+
 def test_no_prompt_waits_for_prefill_workers_while_a_decode_worker_is_idle():
     busy = [prefiller("p0", queued_prompt_tokens=9000), prefiller("p1", queued_prompt_tokens=8000)]
     route = choose(Router(), [*busy, decoder("d0", running=8), decoder("d1")])

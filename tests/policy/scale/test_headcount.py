@@ -106,7 +106,7 @@ def test_workers_follow_a_wave_of_traffic_without_swinging(loading_s):
             )
             for i in range(len(ready))
         ]
-        scaler.on_window(Window(workers, 1.0, 100 * sessions, (), [step_s]), float(t))
+        scaler.on_window(Window(workers, 1.0, [100] * sessions, (), [step_s]), float(t))
         change = headcount.on_wish(scaler.wished, len(ready_at), float(t))
         ready_at = ready_at[:-1] if change < 0 else [*ready_at, *[t + loading_s] * change]
         changes += [change] if change else []

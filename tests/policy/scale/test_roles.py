@@ -8,15 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kilat.base.errors import ConfigError
-from kilat.policy.scale.config import ScaleConfig
-from kilat.policy.scale.pressure import needs
+from kilat.policy.scale.config import AIM, ScaleConfig
+from kilat.policy.scale.pressure import Needs, needs
 from kilat.policy.scale.roles import BOTH, PREFILL, RoleScaler
 from kilat.policy.scale.window import RoleWorker, Window
+from kilat.policy.sched.pace import MARGIN
 
 pytestmark = pytest.mark.logic
 
 RATE = 1000.0
 BASE_S, ROW_S = 0.05, 0.001
+MANY = 50
 CONFIG = ScaleConfig(ttft_slo_s=1.0, tpot_slo_s=0.1, patience=2, cool_down_s=5.0)
 
 
@@ -43,7 +45,8 @@ class Fleet:
         self, prompt_tokens: int = 0, running: int = 0, queue: int = 0, **times: list[float]
     ) -> dict[str, tuple[float, float]] | None:
         self.now_s += 1.0
-        window = Window(self.workers(running, queue), 1.0, prompt_tokens, **times)
+        prompts = [prompt_tokens // MANY] * MANY if prompt_tokens else []
+        window = Window(self.workers(running, queue), 1.0, prompts, **times)
         changed = self.scaler.on_window(window, self.now_s)
         self.weights |= changed or {}
         return changed
@@ -61,20 +64,20 @@ class Fleet:
 
 def test_all_do_both_while_that_is_enough():
     fleet = Fleet(0, 4)
-    # with a step of 50 of the 90 ms there is room for 0.44 of 4,000 tokens a second
-    assert [fleet.window(prompt_tokens=1400) for _ in range(10)] == [None] * 10
+    # with a step of 50 of the 79 ms there is room for 0.37 of 4,000 tokens a second
+    assert [fleet.window(prompt_tokens=1150) for _ in range(10)] == [None] * 10
 
 
 def test_more_prompts_than_there_is_room_for_set_as_many_workers_apart_as_are_needed():
-    apart = [Fleet(0, 4).last(20, prompt_tokens=n) for n in (1300, 1450, 1600, 2000)]
+    apart = [Fleet(0, 4).last(20, prompt_tokens=n) for n in (1150, 1300, 1600, 2000)]
     assert apart == [0, 1, 2, 3]
-    apart = [Fleet(3, 1).last(20, prompt_tokens=n) for n in (1000, 1450, 1600, 2000)]
+    apart = [Fleet(3, 1).last(20, prompt_tokens=n) for n in (900, 1300, 1600, 2000)]
     assert apart == [0, 1, 2, 3]
 
 
 def test_more_sessions_than_the_rest_can_decode_in_time_bring_workers_back():
     fleet = Fleet(3, 1)
-    assert fleet.last(20, prompt_tokens=500, running=20) == 0
+    assert fleet.last(20, prompt_tokens=300, running=20) == 0
 
 
 def test_where_no_share_is_enough_the_least_bad_one_is_taken():
@@ -100,7 +103,7 @@ def test_late_first_tokens_without_a_queue_are_the_past():
 def test_between_the_two_limits_everything_stays_as_it_is():
     for n_apart in (1, 2):
         fleet = Fleet(n_apart, 4 - n_apart)
-        # 0.69 with one apart is not calm, and not what acts either; with two it is 0.55
+        # 0.77 with one apart is not calm, and not what acts either; with two it is 0.59
         assert fleet.last(20, prompt_tokens=1600) == n_apart
 
 
@@ -108,6 +111,16 @@ def test_one_bad_window_is_not_enough():
     fleet = Fleet(0, 4)
     answers = [fleet.window(queue=q, running=5) for q in (900, 0, 900, 0, 900)]
     assert answers == [None] * 5
+
+
+def test_few_long_prompts_say_little_and_many_short_ones_are_believed_at_once():
+    few = Fleet(0, 4)
+    for prompts in [[400, 500]] * 10 + [[800, 1200]] * 3 + [[400, 500]] * 10:
+        few.now_s += 1.0
+        assert few.scaler.on_window(Window(few.workers(), 1.0, prompts), few.now_s) is None
+    many = Fleet(0, 4)
+    assert many.last(10, prompt_tokens=900) == 0
+    assert many.last(3, prompt_tokens=2000) > 0
 
 
 def test_after_a_change_there_is_a_cool_down():
@@ -142,7 +155,7 @@ def test_the_worker_with_the_fewest_sessions_is_set_apart():
     fleet = Fleet(0, 4)
     fleet.options = {"b0": {"running": 9}, "b1": {"running": 1}, "b2": {"running": 5}, "b3": {"running": 5}}
     for _ in range(5):
-        fleet.window(prompt_tokens=1250)
+        fleet.window(prompt_tokens=1100)
     assert fleet.n_apart == 1 and fleet.weights["b1"] == PREFILL
 
 
@@ -212,9 +225,25 @@ def test_setting_workers_apart_lowers_one_pressure_and_raises_the_other():
     found = needed.pressures(5, CONFIG)
     assert len(found) == 5
     assert all(a.prefill > b.prefill and a.decode < b.decode for a, b in pairwise(found))
-    assert found[0].prefill == pytest.approx(2000 / (5 * RATE * (1 - 0.06 / 0.09)))
+    assert found[0].prefill == pytest.approx(2000 / (5 * RATE * (1 - 0.06 / CONFIG.usual_step_s)))
     assert found[0].decode == pytest.approx(0.6)
     assert found[4].decode == pytest.approx(1.0)
+
+
+def test_prompts_alone_are_computed_slower_than_their_tokens_cost_for_every_step_begins_anew():
+    def gain(base_s: float) -> float:
+        """How much more is computed with one of two workers set apart."""
+        both, apart = Needs(1000.0, 0, 0, 20_000.0, base_s, 0.0, 0, 0).pressures(2, CONFIG)
+        return both.prefill / apart.prefill
+
+    alone, room = 0.1024 / (0.045 + 0.1024), 1 - 0.045 / CONFIG.usual_step_s
+    assert gain(0.045) == pytest.approx((alone + room) / (2 * room))
+    assert gain(0.015) < 1.05 < gain(0.045)
+
+
+def test_steps_beside_prompts_are_taken_to_be_as_long_as_workers_make_them():
+    assert AIM == MARGIN
+    assert CONFIG.usual_step_s == pytest.approx(0.88 * 0.9 * 0.1)
 
 
 # -- how many workers -----------------------------------------------------------------------------------------------------------------

@@ -104,7 +104,15 @@ class Placing:
         """The router's choice for what is known of a session. Raises CapacityError."""
         hello = self.workers.hello
         page_tokens = hello.page_tokens if hello is not None else 1
-        request = RouteRequest(trip.id, trip.n_tokens, self._names(trip), page_tokens, trip.record.salt)
+        limit = trip.record.params.max_tokens
+        request = RouteRequest(
+            trip.id,
+            trip.n_tokens,
+            self._names(trip),
+            page_tokens,
+            trip.record.salt,
+            None if limit is None else limit - len(trip.slot.tokens),
+        )
         refused = (w for w, until_s in trip.refused_until_s.items() if self.now_s < until_s)
         views = self.workers.views(self.loads, without={*refused, *without})
         return self.chooser.choose(request, views, self.now_s)

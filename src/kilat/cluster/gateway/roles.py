@@ -14,8 +14,8 @@ from kilat.policy.scale.window import RoleWorker, Window
 WINDOW_S = 1.0
 
 
-def role_worker(v: WorkerView) -> RoleWorker:
-    """What the scaler is told of a worker."""
+def role_worker(v: WorkerView, page_tokens: int) -> RoleWorker:
+    """What the scaler is told of a worker. Prompts that wait will take pages too."""
     return RoleWorker(
         v.worker_id,
         v.prefill_weight,
@@ -27,7 +27,7 @@ def role_worker(v: WorkerView) -> RoleWorker:
         draining=v.draining,
         step_s=v.step_s,
         row_s=v.row_s,
-        pages_used=v.n_pages - v.free_pages,
+        pages_used=v.n_pages - v.free_pages - (-v.queued_prompt_tokens // page_tokens),
         n_pages=v.n_pages,
     )
 
@@ -54,7 +54,7 @@ class Roles:
         self._scaler = scaler
         self._dispatcher = dispatcher
         self._began_s = now_s
-        self._prompt_tokens = 0
+        self._prompts: list[int] = []
         self._ttft_s: list[float] = []
         self._tpot_s: list[float] = []
         self._seen: dict[Measured, int] = {}
@@ -66,7 +66,7 @@ class Roles:
 
     def routed(self, n_tokens: int) -> None:
         """A new request has so many prompt tokens that must be computed."""
-        self._prompt_tokens += n_tokens
+        self._prompts.append(n_tokens)
 
     def over(self, one: Measured) -> None:
         """A request has ended; measures it a last time."""
@@ -80,9 +80,11 @@ class Roles:
             return None
         for one in running:
             self._measure(one)
-        workers = [role_worker(v) for v in self._dispatcher.views()]
-        window = Window(workers, seconds, self._prompt_tokens, self._ttft_s, self._tpot_s)
-        self._began_s, self._prompt_tokens, self._ttft_s, self._tpot_s = now_s, 0, [], []
+        hello = self._dispatcher.workers.hello
+        page_tokens = hello.page_tokens if hello is not None else 1
+        workers = [role_worker(v, page_tokens) for v in self._dispatcher.views()]
+        window = Window(workers, seconds, self._prompts, self._ttft_s, self._tpot_s)
+        self._began_s, self._prompts, self._ttft_s, self._tpot_s = now_s, [], [], []
         changed = self._scaler.on_window(window, now_s)
         for worker_id, (prefill, decode) in (changed or {}).items():
             worker = self._dispatcher.workers.get(worker_id)

@@ -11,6 +11,7 @@ class RouterConfig:
 
     dead_after_s         a worker that was not heard of for so long gets nothing
     local_prompt_tokens  a prompt with at most so many tokens to compute may stay on a decode worker
+    short_answer_tokens  an answer of at most so many tokens may be written by a prefill worker, whose steps stay short meanwhile
     session_steps        decode steps that one more session costs the others of its worker; how much load counts against cached pages
     stall_share          part of the time of a prompt chunk that counts for each session decoding beside it
     move_s, page_move_s  seconds to read pages from a peer: for each move, and for each page, until they have been measured
@@ -21,6 +22,7 @@ class RouterConfig:
 
     dead_after_s: float = 5.0
     local_prompt_tokens: int = 128
+    short_answer_tokens: int = 8
     session_steps: float = 4.0
     stall_share: float = 0.1
     move_s: float = 0.005
@@ -32,7 +34,14 @@ class RouterConfig:
         for name in ("dead_after_s", "move_margin"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, allowed above 0")
-        for name in ("local_prompt_tokens", "session_steps", "stall_share", "move_s", "page_move_s"):
+        for name in (
+            "local_prompt_tokens",
+            "short_answer_tokens",
+            "session_steps",
+            "stall_share",
+            "move_s",
+            "page_move_s",
+        ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, allowed 0 or more")
         if self.target_step_s is not None and not self.target_step_s > 0:

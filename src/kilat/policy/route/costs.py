@@ -11,6 +11,9 @@ KEPT = 0.97
 STAY = 0.001
 """How much the last start counts, beside all moves."""
 
+AIM = 0.88
+"""Part of their target that steps with a chunk of a prompt take, as a rule (``MARGIN`` of policy/sched)."""
+
 UNKNOWN_TOKENS_PER_S = 1000.0
 UNKNOWN_STEP_S = 0.05
 LEAST_ROOM = 0.05
@@ -98,7 +101,7 @@ class Costs:
         """Part of a worker's time that prompts get, where steps keep to a target while sessions decode."""
         if self.config.target_step_s is None or not w.running:
             return 1.0
-        return max(1 - (w.step_s or self._mean_step_s) / self.config.target_step_s, LEAST_ROOM)
+        return max(1 - (w.step_s or self._mean_step_s) / (AIM * self.config.target_step_s), LEAST_ROOM)
 
     def decode_s(self, w: WorkerView) -> float:
         """What one more session costs on ``w``, by the sessions it has and its role share."""
@@ -107,6 +110,15 @@ class Costs:
         if w.max_running and n >= w.max_running:
             n += n - w.max_running + w.max_running // 2  # it would wait for a place
         return (n + 1) * self.config.session_steps * step_s / (w.decode_weight or 1.0)
+
+    def too_short_to_move(self, w: WorkerView) -> bool:
+        """Whether the answer is so short that it should be written by ``w``, beside prompts: where steps keep to a target, because its few
+        tokens could not make up for the time of a move, else because moving takes longer than writing all of them."""
+        n, target_s = self.request.n_answer, self.config.target_step_s
+        if n is None or n > self.config.short_answer_tokens:
+            return False
+        spare_s = (n - 1) * (1 - AIM) * target_s if target_s else n * (w.step_s or self._mean_step_s)
+        return spare_s < self.hand_over_s(0)
 
     def hand_over_s(self, n_held: int) -> float:
         """Moving the prompt's pages to a decode worker that holds ``n_held`` of them."""

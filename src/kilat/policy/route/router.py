@@ -109,6 +109,10 @@ class Router:
             reason = self._stays(w, prefills[w.worker_id], computing, queued)
             if reason is not None:
                 options.append(_Option(w, None, prefills[w.worker_id], costs.decode_s(w), 0.0, reason))
+        for w in computing:
+            if w not in decoding and costs.too_short_to_move(w):
+                reason = f"at most {costs.request.n_answer} tokens are left to write"
+                options.append(_Option(w, None, prefills[w.worker_id], costs.decode_s(w), 0.0, reason))
         # with many workers only the best of each side are paired: the two costs add up, so no better pair is missed
         takers = nsmallest(
             BEST,

@@ -36,13 +36,15 @@ class WorkerView:
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
     """A request that needs workers: ``names`` are those of the full pages of its first ``n_prompt - 1`` tokens (the last token is always
-    computed), with its tenant's salt in them. ``salt`` is only shown in the explanation."""
+    computed), with its tenant's salt in them. ``salt`` is only shown in the explanation. ``n_answer``: tokens it will write at most, None for
+    not known."""
 
     session_id: str
     n_prompt: int
     names: Sequence[bytes]
     page_tokens: int
     salt: str = ""
+    n_answer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from kilat.base.errors import ConfigError
 
 BESIDE = 0.9
 """Part of the TPOT target that a step keeps to which decodes beside a chunk of a prompt."""
+AIM = 0.88
+"""Part of what they keep to that such steps take, as a rule (``MARGIN`` of policy/sched)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +59,8 @@ class ScaleConfig:
     def target_step_s(self) -> float:
         """What a step with a chunk of a prompt in it keeps to, where sessions decode."""
         return BESIDE * self.tpot_slo_s
+
+    @property
+    def usual_step_s(self) -> float:
+        """What such a step takes, as a rule."""
+        return AIM * self.target_step_s

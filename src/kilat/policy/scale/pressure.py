@@ -11,6 +11,8 @@ from kilat.policy.scale.config import ScaleConfig
 from kilat.policy.scale.window import RoleWorker, Window
 
 LEAST_ROOM = 0.02
+CHUNK_TOKENS = 2048
+"""Of a prompt in a step that decodes nothing, as engines have it by default: each such step begins anew too."""
 MOST_WRONG = 3.0
 """How many times as long as predicted a token may take."""
 
@@ -45,10 +47,11 @@ class Needs:
     def pressures(self, n: int, config: ScaleConfig) -> list[Pressure]:
         """With 0, 1, ... of ``n`` workers computing prompts only."""
         out = []
+        alone = 1 - self.base_s / (self.base_s + CHUNK_TOKENS / self.rate) if self.rate else 0.0
         for left in range(n, 0, -1):
             step_s = self.base_s + self.row_s * self.running / left
-            room = max(1 - step_s / config.target_step_s, LEAST_ROOM)
-            prefill = _part(self.prompt_tokens_per_s, self.rate * (n - left + left * room))
+            room = max(1 - step_s / config.usual_step_s, LEAST_ROOM)
+            prefill = _part(self.prompt_tokens_per_s, self.rate * ((n - left) * alone + left * room))
             crowd = max(
                 _part(self.running, self.most_running * left), _part(self.pages, self.most_pages * left)
             )

@@ -8,13 +8,15 @@ place are not touched: they end where they are, only new ones see the new weight
 """
 
 from collections.abc import Sequence
+from math import exp
 
 from kilat.policy.scale.config import ScaleConfig
 from kilat.policy.scale.pressure import Needs, needs, quantile
 from kilat.policy.scale.window import RoleWorker, Window
 
-SMOOTH = 0.5
-"""Weight of the newest window in the mean of arrivals."""
+MEAN_REQUESTS, MEAN_S = 30, 10.0
+"""Requests, and seconds at most, over which arrivals are averaged: prompts differ so much that the mean of a few says nothing, and a change of
+the traffic is seen the sooner the more of it there is."""
 GAIN = 1.05
 """How many times lower the pressure must become where it stays too high."""
 STANDING_QUEUE = 0.25
@@ -23,7 +25,8 @@ MOST_TIMES = 4
 """As many workers as there are, at once, where no bound is set."""
 
 Weights = dict[str, tuple[float, float]]
-PREFILL, BOTH = (1.0, 0.0), (0.5, 0.5)
+PREFILL, BOTH = (1.0, 0.0), (1.0, 1.0)
+"""What streams leave of the time of a worker that does both is in its speed already: its weights take nothing off again."""
 
 
 class RoleScaler:
@@ -47,10 +50,7 @@ class RoleScaler:
         workers = [w for w in window.workers if not w.draining]
         if not workers:
             return None
-        per_s = window.prompt_tokens / window.seconds
-        before = per_s if self._arrivals_per_s is None else self._arrivals_per_s
-        self._arrivals_per_s = before + SMOOTH * (per_s - before)
-        needed = needs(workers, self._arrivals_per_s, window, self.config)
+        needed = needs(workers, self._mean_arrivals(window), window, self.config)
         self._wish_for(len(workers), needed, window)
         have = sum(w.decode_weight == 0 for w in workers)
         if have == len(workers) or needed is None or not needed.rate:
@@ -63,6 +63,14 @@ class RoleScaler:
         is_cool = self._changed_s is None or now_s - self._changed_s >= self.config.cool_down_s
         is_time = wish != 0 and self._n_windows >= self.config.patience and is_cool
         return self._move(workers, want if is_time else have, now_s)
+
+    def _mean_arrivals(self, window: Window) -> float:
+        """Prompt tokens per second."""
+        per_s = sum(window.prompts) / window.seconds
+        before = per_s if self._arrivals_per_s is None else self._arrivals_per_s
+        kept = exp(-max(len(window.prompts) / MEAN_REQUESTS, window.seconds / MEAN_S))
+        self._arrivals_per_s = per_s + kept * (before - per_s)
+        return self._arrivals_per_s
 
     def _want(self, have: int, worst: Sequence[float]) -> int:
         """How many should compute prompts only, by the pressure with each number of them."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, slots=True)
 class RoleWorker:
     """A worker that lives: its weights, the prompt tokens in its queue, how fast it computes prompts alone, sessions it has and can run at
-    once, seconds of a step that decodes those it has, what one more adds to it, and its pages that sessions use of all it has. Rates, times
-    and limits: 0 for not known."""
+    once, seconds of a step that decodes those it has, what one more adds to it, and its pages that sessions use, or will use that are in its
+    queue, of all it has. Rates, times and limits: 0 for not known."""
 
     worker_id: str
     prefill_weight: float
@@ -27,10 +27,10 @@ class RoleWorker:
 @dataclass(frozen=True, slots=True)
 class Window:
     """What came in ``seconds``: ``ttft_s`` of the requests whose first token came, ``tpot_s`` (seconds per output token, of this window's
-    tokens alone) of the streams that had tokens, and ``prompt_tokens`` of new requests that have to be computed. All may be empty."""
+    tokens alone) of the streams that had tokens, and ``prompts``: the tokens of each new request that have to be computed. All may be empty."""
 
     workers: Sequence[RoleWorker]
     seconds: float = 1.0
-    prompt_tokens: int = 0
+    prompts: Sequence[int] = field(default_factory=tuple)
     ttft_s: Sequence[float] = field(default_factory=tuple)
     tpot_s: Sequence[float] = field(default_factory=tuple)
