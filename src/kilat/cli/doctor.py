@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     settings = EngineConfig(
         model_path="", model_kind="gguf", model_id=args.model or "", **engine_options(args)
     )
-    with spinner("looking at the kernels"):
+    with spinner("looking at the kernels (built the first time: up to a minute)"):
         threads = settings.threads or machine.cores
         device = choose_device(settings.device)
         chosen = choose_kernels(settings.kernels, device, threads, exact=settings.deterministic)

@@ -199,7 +199,7 @@ def _serve(parser: Parser) -> None:
         metavar="S",
         help="seconds that running requests get after SIGTERM (default 30)",
     )
-    ray = parser.add_argument_group("workers on many hosts (pip install 'kilat[ray]')")
+    ray = parser.add_argument_group("workers on many hosts (they need the extra kilat[ray])")
     for flag, kwargs in ray_flags():
         ray.add_argument(flag, **kwargs)
     # For commands that start a server: it must not outlive them, however they die.
