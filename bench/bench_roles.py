@@ -1,11 +1,11 @@
 """Traffic that turns from long prompts to long answers and back: shares that follow it, against every split that stays.
 
     python -m bench.bench_roles [--workers 4] [--phase 40] [--cycles 2] [--load 1.0] [--seeds 0 1 2] [--tpot-slo 40 25] [--json FILE]
-    python -m bench.bench_roles --trace TRACE.jsonl.gz --load 1.5 --ttft-slo 3000 --prompt-us 30 [--seconds 300]
+    python -m bench.bench_roles --trace TRACE.jsonl.gz --load 1.5 --ttft-slo 3000 --prompt-us 30 [--begin 0] [--seconds 300]
 
 The simulated cluster with the real dispatcher, router, schedulers and role scaler; only model and wires are not (``kilat.sim``). Two kinds
 of phases take turns: prompt-heavy (3,000 tokens in, 20 out) and decode-heavy (300 in, 300 out); arrivals are Poisson, the same for all
-rows. With --trace it is the beginning of one of Mooncake's (its prefix hits are left out), --load times as fast. A request is good when its
+rows. With --trace it is a part of one of Mooncake's (its prefix hits are left out), --load times as fast. A request is good when its
 TTFT and its mean time per output token are within their targets. Goodput is good requests per second.
 
 Rows: every static split of prefill and decode workers, all workers doing both (chunks of prompts beside decode, the step bounded by
@@ -101,8 +101,8 @@ def replayed(args: argparse.Namespace, seed: int) -> list[Arrival]:
     with gzip.open(args.trace, "rt") as lines:
         for line in lines:
             r = json.loads(line)
-            at_s = START_S + (r["timestamp"] / 1e3 + rng.uniform(0.0, ROUNDED_S)) / args.load
-            if at_s < START_S + args.seconds:
+            at_s = START_S + (r["timestamp"] / 1e3 - args.begin + rng.uniform(0.0, ROUNDED_S)) / args.load
+            if START_S <= at_s < START_S + args.seconds:
                 arrivals.append(Arrival(at_s, "trace", max(r["input_length"], 1), max(r["output_length"], 1)))
     return sorted(arrivals, key=lambda a: a.at_s)
 
@@ -234,7 +234,8 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=2)
     parser.add_argument("--load", type=float, default=1.0, help="times as many requests per second")
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--seconds", type=float, default=300.0, help="of a trace")
+    parser.add_argument("--begin", type=float, default=0.0, help="second of the trace")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of a trace, as fast as it is replayed")
     parser.add_argument("--ttft-slo", type=float, default=1500.0, help="ms")
     parser.add_argument("--tpot-slo", type=float, nargs="+", default=[40.0, 25.0], help="ms")
     parser.add_argument("--prompt-us", type=float, default=100.0, help="time of a token of a prompt")
@@ -249,6 +250,7 @@ def main() -> int:
         "cycles": args.cycles,
         "load": args.load,
         "trace": args.trace.name if args.trace else None,
+        "trace_begin_s": args.begin,
         "phases": [[p.name, p.rate * args.workers * args.load, p.n_prompt, p.n_output] for p in PHASES],
         "step_cost_s": [BASE_S, args.prompt_us / 1e6, ROW_S],
     }
