@@ -1,5 +1,5 @@
-// Whether the tiles of this machine do what amx_linear.h counts on: products that are right, and for a row the same bits alone, among
-// others, in either tile, and beside one that is not a number.
+// Whether the tiles of this machine do what amx_linear.h and amx_quant.h count on: products that are right, and for a row the same bits
+// alone, among others, in either tile, and beside one that is not a number.
 #pragma once
 
 enum { CHECK_ROWS = TILE_ROWS, CHECK_STEPS = 2 * TILE_STEPS + 5, CHECK_K = 2 * CHECK_STEPS - 1, CHECK_COLUMNS = 2 * PANEL };
@@ -68,7 +68,31 @@ static bool check_right(const CheckData &d, const float *sums) {
   return true;
 }
 
+// Sums of products of bytes, which are exact.
+AMX_CODE static bool check_bytes(int height, int inputs) {
+  char a[TILE_ROWS][GROUP];
+  alignas(64) char b[GROUP_STEPS][PANEL][4];
+  alignas(64) int32_t sums[TILE_ROWS][PANEL];
+  uint32_t state = 2;
+  for (int i = 0; i < height; i++)
+    for (int k = 0; k < inputs; k++) a[i][k] = char(int((state = state * 1664525u + 1013904223u) >> 24) % 255 - 127);
+  for (int k = 0; k < inputs; k++)
+    for (int j = 0; j < PANEL; j++) b[k / 4][j][k % 4] = char((state = state * 1664525u + 1013904223u) >> 24);
+  tiles_begin(quant_shapes_of(height, inputs));
+  byte_sums(a[0], b[0][0], sums[0]);
+  tiles_end();
+  for (int i = 0; i < height; i++)
+    for (int j = 0; j < PANEL; j++) {
+      int32_t exact = 0;
+      for (int k = 0; k < inputs; k++) exact += int8_t(a[i][k]) * int32_t(uint8_t(b[k / 4][j][k % 4]));
+      if (sums[i][j] != exact) return false;
+    }
+  return true;
+}
+
 static bool check() {
+  for (int height = 1; height <= TILE_ROWS; height++)
+    if (!check_bytes(height, GROUP) || !check_bytes(height, GROUP / 2)) return false;
   CheckData d;
   check_fill(&d);
   float all[CHECK_ROWS][CHECK_COLUMNS], some[CHECK_ROWS][CHECK_COLUMNS];

@@ -26,7 +26,7 @@ AmxState amx_state();
 
 extern const AmxMachine kAmxMachine;
 
-// The kernels (isa_amx.h): those of kAvx512Bf16 with other products of bf16, and what `sound` asks; nullptr and false from a compiler that
+// The kernels (isa_amx.h): those of kAvx512Bf16 with other products, and what `sound` asks; nullptr and false from a compiler that
 // does not know the instructions.
 const Table *amx_table();
 bool amx_sound();

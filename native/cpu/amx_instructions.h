@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define AMX_CODE __attribute__((target("amx-tile,amx-bf16")))
+#define AMX_CODE __attribute__((target("amx-tile,amx-bf16,amx-int8")))
 
 namespace kilat {
 namespace amx {
@@ -48,6 +48,12 @@ AMX_CODE static inline void tile_store(void *to, int64_t stride) {
 template <int SUM, int A, int B>
 AMX_CODE static inline void tile_dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+}
+
+// SUM [rows][16] of 32-bit integers += A [rows][16 runs of 4 signed bytes] times B [16 runs of 4 unsigned bytes][16].
+template <int SUM, int A, int B>
+AMX_CODE static inline void tile_dot_bytes() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
 }  // namespace amx

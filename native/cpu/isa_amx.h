@@ -1,4 +1,4 @@
-// The kernels of AMX: products of bf16 on tiles, and everything else as kAvx512Bf16 has it. What the instructions are is included first.
+// The kernels of AMX: products on tiles, and everything else as kAvx512Bf16 has it. What the instructions are is included first.
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -13,20 +13,27 @@ namespace amx {
 
 #define INLINE static inline __attribute__((always_inline))
 #define KILAT_DP 1
+#define QUANT_ROWS 1  // the register tiles of quant_tile.h are not used here
 
 typedef int32_t int32_unaligned __attribute__((aligned(1), may_alias));
+typedef float float_aliasing __attribute__((aligned(1), may_alias));
 
 #include "simd_avx512.h"
 
 #include "vector_math.h"
 // (order matters from here on)
 #include "units.h"
+#include "product.h"
+#include "quant_tile.h"
+#include "quant_linear.h"
 #include "amx_linear.h"
+#include "amx_quant.h"
 #include "amx_check.h"
 
 static Table table() {
   Table t = kAvx512Bf16;
   t.linear = linear;
+  t.quant_linear = quant_tile_linear;
   return t;
 }
 

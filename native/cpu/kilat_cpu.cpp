@@ -52,7 +52,7 @@ const Table *table_of(int isa) {
     case KILAT_ISA_AVX2: return &kAvx2;
     case KILAT_ISA_AVX512: return &kAvx512;
     case KILAT_ISA_AVX512_BF16: return &kAvx512Bf16;
-    case KILAT_ISA_AMX_BF16: return amx_table();
+    case KILAT_ISA_AMX: return amx_table();
 #endif
     default: return nullptr;
   }
@@ -110,7 +110,7 @@ int kilat_cpu_best_isa(void) {
   bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                 __builtin_cpu_supports("avx512dq");
   if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
-    return amx_state() == AMX_USED ? KILAT_ISA_AMX_BF16 : KILAT_ISA_AVX512_BF16;
+    return amx_state() == AMX_USED ? KILAT_ISA_AMX : KILAT_ISA_AVX512_BF16;
   if (avx512) return KILAT_ISA_AVX512;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return KILAT_ISA_AVX2;
 #endif
@@ -118,7 +118,7 @@ int kilat_cpu_best_isa(void) {
 }
 
 const char *kilat_cpu_isa_name(int isa) {
-  static const char *const kNames[KILAT_ISA_COUNT] = {"plain", "avx2", "avx512", "avx512-bf16", "amx-bf16"};
+  static const char *const kNames[KILAT_ISA_COUNT] = {"plain", "avx2", "avx512", "avx512-bf16", "amx"};
   return isa >= 0 && isa < KILAT_ISA_COUNT ? kNames[isa] : "?";
 }
 

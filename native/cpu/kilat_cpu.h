@@ -36,7 +36,7 @@ enum {
   KILAT_ISA_AVX2 = 1,
   KILAT_ISA_AVX512 = 2,
   KILAT_ISA_AVX512_BF16 = 3,
-  KILAT_ISA_AMX_BF16 = 4, /* products of bf16 on tiles, the rest as AVX512_BF16 */
+  KILAT_ISA_AMX = 4, /* products on tiles, the rest as AVX512_BF16 */
   KILAT_ISA_COUNT = 5
 };
 

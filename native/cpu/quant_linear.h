@@ -124,7 +124,7 @@ static void quant_unit(void *raw, int unit, int worker) {
   }
 }
 
-static int quant_linear(Context *c, const Linear *w, bool gated, const bf16 *x, int64_t stride, int64_t rows, bf16 *out) {
+static inline int quant_linear(Context *c, const Linear *w, bool gated, const bf16 *x, int64_t stride, int64_t rows, bf16 *out) {
   int64_t panels = gated ? w->panels / 2 : w->panels;
   QuantJob job = {c, w, x, stride, rows, out, gated, panels, 1, 1, ++c->products, false};
   job.row_blocks = int((rows + ROW_BLOCK - 1) / ROW_BLOCK);

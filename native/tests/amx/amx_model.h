@@ -20,7 +20,7 @@ struct alignas(64) TileShapes {
   uint8_t rows[16];
 };
 
-enum ModelFault { FAULT_NONE, FAULT_ABSENT, FAULT_REFUSED, FAULT_UNASKED, FAULT_WRONG, FAULT_MIXED, FAULT_SECOND_TILE };
+enum ModelFault { FAULT_NONE, FAULT_ABSENT, FAULT_REFUSED, FAULT_UNASKED, FAULT_WRONG, FAULT_MIXED, FAULT_SECOND_TILE, FAULT_BYTES };
 
 // The machine that all threads run on.
 struct ModelMachine {
@@ -122,6 +122,22 @@ static inline void model_dot(int into, int a, int b) {
   model.products++;
 }
 
+static inline void model_dot_bytes(int into, int a, int b) {
+  ModelTiles &t = tiles_with(into);
+  const int rows = t.shapes.rows[into], columns = t.shapes.row_bytes[into] / 4, runs = t.shapes.row_bytes[a] / 4;
+  model_need(t.shapes.rows[a] == rows && t.shapes.rows[b] == runs && t.shapes.row_bytes[b] == columns * 4);
+  for (int i = 0; i < rows; i++) {
+    int32_t sum[16];
+    memcpy(sum, t.data[into][i], sizeof sum);
+    for (int k = 0; k < runs * 4; k++)
+      for (int n = 0; n < columns; n++)
+        sum[n] += int8_t(t.data[a][i][k]) * int32_t(uint8_t(t.data[b][k / 4][n * 4 + k % 4]));
+    if (model.fault == FAULT_BYTES) sum[0]++;
+    memcpy(t.data[into][i], sum, sizeof sum);
+  }
+  model.products++;
+}
+
 template <int TILE>
 static inline void tile_zero() {
   model_zero(TILE);
@@ -140,6 +156,11 @@ static inline void tile_store(void *to, int64_t stride) {
 template <int SUM, int A, int B>
 static inline void tile_dot() {
   model_dot(SUM, A, B);
+}
+
+template <int SUM, int A, int B>
+static inline void tile_dot_bytes() {
+  model_dot_bytes(SUM, A, B);
 }
 
 }  // namespace amx

@@ -58,6 +58,7 @@ int done(const uint8_t *at, const greg_t *registers) {
     if (opcode == 0x49 && prefix == NONE && at[4] == 0xc0) amx::tiles_end();
     else if (opcode == 0x49 && prefix == F2 && rm == 0) amx::model_zero(reg);
     else if (opcode == 0x5c && prefix == F3 && third < 8) amx::model_dot(reg, rm, third);
+    else if (opcode == 0x5e && prefix == F3 && third < 8) amx::model_dot_bytes(reg, rm, third);
     else return 0;
     return 5;
   }

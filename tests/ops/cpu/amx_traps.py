@@ -7,6 +7,7 @@ import torch
 
 from kilat.ops.cpu.kernels import cpu_kernels
 from tests.ops.cpu import amx
+from tests.ops.cpu.block_cases import TYPES, blocks, type_name
 from tests.ops.cpu.cases import different_bits, normal
 
 BF16 = torch.bfloat16
@@ -33,6 +34,12 @@ def main() -> int:
                 if different := different_bits(ours, theirs, k):
                     print(f"{n} x {k}, {rows} rows: {different}")
                     return 1
+    for ggml_type in TYPES:
+        x, parts = normal(1, max(ROWS), 512, dtype=BF16), [blocks(ggml_type, 75, 512, seed=2)]
+        ours, theirs = (kernels.linear(x, kernels.blocks.pack(parts, None)) for kernels in (real, model))
+        if different := different_bits(ours, theirs, ggml_type):
+            print(f"{type_name(ggml_type)}: {different}")
+            return 1
     if traps.kilat_model_products() == 0 or traps.kilat_model_begun() != 0:
         print("tiles were not used, or are still in use")
         return 1

@@ -13,7 +13,7 @@ from tests.ops.cpu import amx, cases
 
 # place: number of the set
 ISAS = ["plain", "avx2", "avx512", "avx512-bf16"]
-# These have products of bf16 of their own and share the rest with the last one.
+# These have products of bf16 of their own; those of quantized weights have the bits of the last one (test_amx.py), and the rest is its own.
 TILES = ["amx", "amx-model"]
 
 

@@ -18,6 +18,7 @@ from kilat.ops.cpu.build import build
 from kilat.ops.cpu.library import load
 from tests.nn.test_all_layers import mixed_step, model_of, outcome
 from tests.ops.cpu import amx
+from tests.ops.cpu.block_cases import TYPES, blocks, type_name
 from tests.ops.cpu.cases import different_bits, normal
 
 pytestmark = pytest.mark.cpu
@@ -55,7 +56,7 @@ print(kernels.cpu_kernels(2).name, kernels.available()[1], sep=": ")
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("whole", "cpu-amx-bf16: native kernels, amx-bf16"),
+        ("whole", "cpu-amx: native kernels, amx"),
         ("absent", "cpu-avx512-bf16: native kernels, avx512-bf16"),
         (
             "refused",
@@ -124,6 +125,23 @@ def test_sums_are_added_in_the_order_of_the_published_pseudo_code(request, best_
     assert not different
 
 
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 40, 64, 65, 130])
+@pytest.mark.parametrize("ggml_type", TYPES, ids=type_name)
+def test_quantized_products_have_the_bits_of_other_instruction_sets(model, tiles, ggml_type, rows):
+    """Sums of integers are exact, and are scaled and added in one order."""
+    other = cpu.cpu_kernels(1, isa=amx.AVX512_BF16)
+    x, bias = normal(rows, rows, 512, dtype=BF16), normal(1, 107, dtype=BF16)
+    x[rows // 2, 40] = torch.nan
+    parts = [blocks(ggml_type, 75, 512, seed=2), blocks(TYPES[0], 32, 512, seed=3)]
+    before = model.kilat_model_products()
+    got = tiles.linear(x, tiles.blocks.pack(parts, bias))
+    assert (model.kilat_model_products() > before) == (rows >= 16) and model.kilat_model_begun() == 0
+    assert not different_bits(got, other.linear(x, other.blocks.pack(parts, bias)), rows)
+    gated = [blocks(ggml_type, 128, 512, seed=4)]
+    got = tiles.fused_gate(x, tiles.blocks.pack(gated, None))
+    assert not different_bits(got, other.fused_gate(x, other.blocks.pack(gated, None)), rows)
+
+
 def test_denormal_values_count_as_zero(tiles):
     x = torch.full((3, 40), 2.0**-130).to(BF16)
     x[1] = 1.0
@@ -184,5 +202,5 @@ def test_only_the_kernels_of_amx_hold_its_instructions(best_isa):
             found.setdefault(match[1], set()).add(symbol)
     places = set().union(*found.values())
     assert places and all("kilat3amx" in place for place in places)
-    wanted = {"ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbf16ps"}
-    assert set(found) == wanted
+    products = {"tdpbf16ps", "tdpbsud"}
+    assert set(found) == {"ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored"} | products
