@@ -86,7 +86,7 @@ def test_nothing_of_a_worker_is_heard_that_it_says_after_its_connection_broke(tm
         channel.send(hello("w"))
         assert router.poll(10_000) and router.recv_multipart()
         assert cut(socket.AF_UNIX)  # a message that was on its way would be lost now
-        assert not router.poll(20)  # nor does it hear of a second connection before it knows that the first is over
+        assert not router.poll(20)  # before a second connection it learns that the first is over
         channel.send(StepEvents(2, []))
         with pytest.raises(PeerError, match="lost"):
             channel.receive(10.0)

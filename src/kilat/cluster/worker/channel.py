@@ -46,7 +46,8 @@ class Channel:
         if timeout_s > 0 and not self._poller.poll(round(timeout_s * 1000)):
             return []
         if self._monitor.poll(0):
-            self._socket.setsockopt(zmq.LINGER, 0)  # it would connect again, and say what came after the lost one
+            # it would connect again, and say what came after the message that was lost
+            self._socket.setsockopt(zmq.LINGER, 0)
             raise PeerError("the connection to the gateway is lost")
         while True:
             try:
