@@ -201,6 +201,7 @@ def test_ctrl_c_at_the_prompt_does_not_leave(server: FakeServer) -> None:
         term.wait_for("half a li")
         os.kill(term.process.pid, signal.SIGINT)
         term.wait_for("Ctrl-D leaves")
+        term.wait_for("> ")
         term.type("hello\n")
         term.wait_for(r"You said hello\.")
         term.wait_for("> ")
