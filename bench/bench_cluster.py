@@ -274,6 +274,9 @@ async def drained(server: Server, args: argparse.Namespace, draw: random.Random)
         tasks = [asyncio.create_task(follow(client, body_of(args, ids(draw, 200), 400), t)) for t in streams]
         while not all(len(t) > 20 for t in streams):
             await asyncio.sleep(0.02)
+            for task in tasks:
+                if task.done():
+                    task.result()  # it has failed, or was too short
         # making a client takes 40 ms, in which this process hears no stream
         async with httpx.AsyncClient(base_url=server.url, timeout=120, trust_env=False) as http:
             await http.get("/cluster/workers")
