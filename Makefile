@@ -6,7 +6,7 @@ MODEL ?= smollm2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := src tests bench tools
+SOURCES := src tests bench tools setup.py
 # simulated clusters of `make seeds`
 SEEDS ?= 10000
 # Tests that share the cores, then those that start servers and watch the clock, which have the machine to themselves.
@@ -20,7 +20,7 @@ PYTEST_SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest -q $(SHARED)
 .PHONY: help setup serve weights test seeds check native native-check bench
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP) ## install kilat and its tools into .venv (again only when pyproject.toml or constraints.txt changed)
 	@:

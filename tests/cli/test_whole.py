@@ -158,6 +158,11 @@ def test_taken_port_is_one_line_and_exit_2(model: Path) -> None:
     assert done.returncode == 2 and "choose another --port" in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_address_of_another_machine_is_one_line_and_exit_2(model: Path) -> None:
+    done = kilat("serve", str(model), "--host", "192.0.2.1", "--api-key", "k" * 32, "--port", "0")
+    assert done.returncode == 2 and "choose another --host" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_chat_starts_a_server_of_its_own_and_leaves_nothing_behind(model: Path) -> None:
     command = [sys.executable, "-m", "kilat.cli", "chat", str(model), "--max-tokens", "8", *SMALL]
     process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """``serve``: one gateway in this process, its workers beside it, until SIGTERM or until no worker can be kept alive."""
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -82,8 +83,9 @@ def _listen(config: ServeConfig) -> Iterator[socket.socket]:
         listener.bind((config.host, config.port))
     except OSError as e:
         listener.close()
+        fix = "--port" if e.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise ConfigError(
-            f"cannot listen on {config.host} port {config.port} ({e.strerror}): choose another --port"
+            f"cannot listen on {config.host} port {config.port} ({e.strerror}): choose another {fix}"
         ) from e
     with listener:
         yield listener
@@ -223,7 +225,7 @@ class _Deployment:
         print(f"try:   {self._example()}", flush=True)
 
     def _example(self) -> str:
-        ask: dict[str, object] = {"model": self._config.served_model_name, "max_tokens": 64}
+        ask: dict[str, object] = {"model": self._config.served_model_name, "max_tokens": 64, "temperature": 0}
         if self._gateway.prompts is not None and self._gateway.prompts.template is not None:
             path = "/v1/chat/completions"
             ask |= {
