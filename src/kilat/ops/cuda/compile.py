@@ -11,6 +11,7 @@ import torch
 
 from kilat.base import env
 from kilat.base.errors import ConfigError
+from kilat.base.log import event, get_logger
 
 TARGET = "sm_90a"
 
@@ -28,12 +29,19 @@ def cubin(sources: tuple[Path, ...], options: tuple[str, ...]) -> bytes:
     if path.is_file():
         return path.read_bytes()
     code = compile_source(text, name, options)[0]
+    try:
+        _keep(path, code)
+    except OSError as e:  # it is compiled again next time
+        event(get_logger("ops.cuda"), "machine code could not be kept", folder=path.parent, why=e.strerror)
+    return code
+
+
+def _keep(path: Path, code: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # several processes may compile the same one: each writes a file of its own, a whole one takes the name
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
         f.write(code)
     os.replace(f.name, path)
-    return code
 
 
 def compile_source(text: bytes, name: str, options: tuple[str, ...]) -> tuple[bytes, str]:
