@@ -8,6 +8,7 @@ Everything here runs on the event loop's thread.
 
 import asyncio
 import hmac
+import logging
 from collections.abc import Callable
 
 import zmq
@@ -78,7 +79,10 @@ class WorkerLinks:
         try:
             self._socket.send_multipart((worker_id.encode(), codec.encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as e:
-            _log.warning(
+            # to the last worker of a server that ends, the news that another has left is sent too late as often as not
+            level = logging.DEBUG if e.errno == zmq.EHOSTUNREACH else logging.WARNING
+            _log.log(
+                level,
                 "%s could not be sent to %s (%s)",
                 type(message).__name__,
                 worker_id,
