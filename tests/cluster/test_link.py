@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -56,15 +56,24 @@ async def quiet() -> None:
     await asyncio.sleep(0.15)
 
 
-def test_worker_that_loses_its_connection_is_told_so(tmp_path: Path) -> None:
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[zmq.Socket, Channel]]:
+    """A gateway's socket that has heard the hello of a worker, and the worker's channel."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     address = f"ipc://{tmp_path}/gateway"
     router.bind(address)
     channel = Channel(address, SECRET, "w")
+    channel.send(hello("w"))
+    assert router.poll(10_000) and router.recv_multipart()
+    yield router, channel
+    router.close(0)
+    context.term()
+
+
+def test_worker_that_loses_its_connection_is_told_so(pair: tuple[zmq.Socket, Channel]) -> None:
+    router, channel = pair
     try:
-        channel.send(hello("w"))
-        assert router.poll(10_000)
         router.send_multipart((b"w", codec.encode(Drain(1.0))))
         assert channel.receive(10.0) == [Drain(1.0)]
         assert channel.receive(0.0) == []
@@ -73,18 +82,13 @@ def test_worker_that_loses_its_connection_is_told_so(tmp_path: Path) -> None:
             channel.receive(10.0)
     finally:
         channel.close()
-        context.term()
 
 
-def test_nothing_of_a_worker_is_heard_that_it_says_after_its_connection_broke(tmp_path: Path) -> None:
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    address = f"ipc://{tmp_path}/gateway"
-    router.bind(address)
-    channel = Channel(address, SECRET, "w")
+def test_nothing_of_a_worker_is_heard_that_it_says_after_its_connection_broke(
+    pair: tuple[zmq.Socket, Channel],
+) -> None:
+    router, channel = pair
     try:
-        channel.send(hello("w"))
-        assert router.poll(10_000) and router.recv_multipart()
         assert cut(socket.AF_UNIX)  # a message that was on its way would be lost now
         assert not router.poll(20)  # before a second connection it learns that the first is over
         channel.send(StepEvents(2, []))
@@ -92,11 +96,7 @@ def test_nothing_of_a_worker_is_heard_that_it_says_after_its_connection_broke(tm
             channel.receive(10.0)
     finally:
         channel.close()
-    try:
-        assert not router.poll(500)
-    finally:
-        router.close(0)
-        context.term()
+    assert not router.poll(500)
 
 
 class Link:

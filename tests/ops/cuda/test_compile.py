@@ -47,3 +47,15 @@ def test_folder_that_cannot_be_written_costs_a_compilation_each_time(
     (tmp_path / "file").touch()
     monkeypatch.setenv("KILAT_CACHE_DIR", str(tmp_path / "file"))
     assert [nvrtc.cubin((source,), ()) for _ in range(2)] == [b"CODE"] * 2 and len(compiled) == 2
+
+
+def test_code_that_could_not_be_kept_leaves_no_file(
+    compiled: list[str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("KILAT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(nvrtc.os, "replace", full)
+    assert nvrtc.cubin((source,), ()) == b"CODE"
+    assert [p for p in (tmp_path / "cache").rglob("*") if p.is_file()] == []

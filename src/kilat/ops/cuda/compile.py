@@ -39,9 +39,14 @@ def cubin(sources: tuple[Path, ...], options: tuple[str, ...]) -> bytes:
 def _keep(path: Path, code: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # several processes may compile the same one: each writes a file of its own, a whole one takes the name
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
-        f.write(code)
-    os.replace(f.name, path)
+    own = tempfile.NamedTemporaryFile(dir=path.parent, delete=False)  # noqa: SIM115  (closed below, before it is renamed)
+    try:
+        with own:
+            own.write(code)
+        os.replace(own.name, path)
+    except OSError:
+        os.unlink(own.name)  # on a full disk each start would leave one
+        raise
 
 
 def compile_source(text: bytes, name: str, options: tuple[str, ...]) -> tuple[bytes, str]:
