@@ -38,8 +38,8 @@ class _Run:
     last: bytes = b""
 
 
-HOPS = 16
-"""Runs with the same holders that are passed one by one before the rest of a span is halved."""
+HOPS = 64
+"""Runs that a lookup passes one by one, as long as their counts are right; then it only halves."""
 
 
 class PrefixIndex:
@@ -106,38 +106,43 @@ class PrefixIndex:
             return {}
         find, nobody, ids = self._runs.get, self._nobody, self._id_of_bit
         depth: dict[str, int] = {}
-        run, n = find(names[0], nobody), len(names)
-        start = low = 0
+        n, hops = len(names), HOPS
+        at, run = 0, find(names[0], nobody)  # all of ``held`` have this name
         held = run.mask
         known = [(n - 1, find(names[-1], nobody))]  # places further on and their runs, the nearest last
         while held and known:
             high, there = known[-1]
             if there.mask & held == held:
-                low = high
-                known.pop()
+                at, run = known.pop()
                 continue
-            # the run's own count says where it ends
-            while low < (end := start + run.n) <= high:
-                if end < high:
-                    after = find(names[end], nobody)
-                    if after.mask & held == held:
-                        start, low, run = end, end, after
-                        if after.n * HOPS < high - end:
-                            break
-                        continue
-                    if after.mask == there.mask:
-                        known.pop()
-                    known.append((end, after))
-                    high, there = end, after
-                if run.last == names[end - 1]:
-                    low = end - 1
-                break
+            # from run to run, as long as their counts are right
+            while hops and (end := at + run.n) < high:
+                hops -= 1
+                after = find(names[end], nobody)
+                if gone := held & ~after.mask:
+                    if run.last != names[end - 1]:
+                        known.append((end, after))
+                        high, there = end, after
+                        break
+                    held ^= gone
+                    while gone not in ids:
+                        bit = gone & -gone
+                        depth[ids[bit]] = end
+                        gone ^= bit
+                    depth[ids[gone]] = end
+                    if not held:
+                        return depth
+                at, run = end, after
+            if not held & ~there.mask:
+                continue
+            if at + run.n == high and run.last == names[high - 1]:
+                at = high - 1
             # what the count did not say
-            while high - low > 1:
-                middle = (low + high) // 2
+            while high - at > 1:
+                middle = (at + high) // 2
                 here = find(names[middle], nobody)
                 if here.mask & held == held:
-                    low = middle
+                    at = middle
                 else:
                     if here.mask == there.mask:
                         known.pop()
@@ -149,9 +154,7 @@ class PrefixIndex:
                 bit = gone & -gone
                 depth[ids[bit]] = high
                 gone ^= bit
-            known.pop()
-            start = low = high
-            run = there
+            at, run = known.pop()
         while held:
             bit = held & -held
             depth[ids[bit]] = n
