@@ -7,7 +7,8 @@ the transports as a worker uses them (checks and checksums included). The raw me
 of the whole mapped pool (memcpy), for ``tcp`` the same bytes from one buffer over one loopback connection into one buffer, by two plain
 loops of which the faster one counts: everything in one blocking call, and pieces of 1 MiB that never block. Rounds are interleaved,
 figures are the best and the median of them; bytes are compared once for each page size, or the run fails. The goal is 70 % of the medium
-for pages of 256 KB and more, best against best; "pairs" is the median of each round's own ratio, which says more on a shared machine.
+for pages of 256 KB and more by "pairs", the median of each round's own ratio: the best of a few rounds depends on how lucky the luckiest
+round of either side was, most of all the raw loop over loopback, whose best moves by 40 % from run to run.
 """
 
 import argparse
@@ -232,8 +233,9 @@ def main() -> int:
     ]
     columns = ("", "page KiB", "GB/s best", "median", "raw best", "median", "share best", "median", "pairs")
     print_table(f"page reads between two processes: {args.mib} MiB, {args.repeat} rounds", columns, lines)
-    good = all(r["share_best"] >= GOAL for r in results if r["page_bytes"] >= GOAL_FROM_BYTES)
-    print(f"goal: {GOAL:.0%} of the raw medium for pages of 256 KiB and more: {'met' if good else 'missed'}")
+    good = all(r["share_pairs"] >= GOAL for r in results if r["page_bytes"] >= GOAL_FROM_BYTES)
+    verdict = "met" if good else "missed"
+    print(f"goal: {GOAL:.0%} of the raw medium, by pairs, for pages of 256 KiB and more: {verdict}")
     shapes = {"mib": args.mib, "kib": args.kib, "rounds": args.repeat}
     fields = {"shapes": shapes, "results": results, "load_1m": os.getloadavg()[0]}
     write_json(args.json, envelope(args, Subject("none", "cpu", None, None, None), **fields))

@@ -193,3 +193,36 @@ def test_client_that_takes_nothing_is_dropped(end: Make, monkeypatch: pytest.Mon
         assert time.monotonic() < until_s
         time.sleep(0.01)
     wire.close()
+
+
+def test_server_that_closes_while_a_client_reads_ends_its_threads(end: Make) -> None:
+    e = end("tcp", 64, 1 << 20)
+    e.board.open("m0", range(64))
+    sock, address = dial(e)
+    wire = Wire(sock)
+    wire.meet(SECRET.encode(), address.nonce, address.layout, soon())
+    wire.send([framed(Ask("m0", list(range(64))))], soon())
+    assert wire.receive_reply(soon()).ok
+    e.transport.close()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("kv-tcp")]
+    wire.close()
+
+
+def test_pages_withdrawn_while_they_are_sent_are_not_sent_to_the_end(end: Make) -> None:
+    e = end("tcp", 64, 1 << 20)
+    e.board.open("m0", range(64))
+    sock, address = dial(e)
+    wire = Wire(sock)
+    wire.meet(SECRET.encode(), address.nonce, address.layout, soon())
+    wire.send([framed(Ask("m0", list(range(64))))], soon())
+    n_pages = 0
+    while (reply := wire.receive_reply(soon())).ok:
+        assert reply.checksums, "the read ended as if all were well"
+        for checksum in reply.checksums:
+            page = bytearray(1 << 20)
+            wire.receive([memoryview(page)], soon())
+            assert page_checksum(np.frombuffer(page, np.uint8)) == checksum
+            n_pages += 1
+        e.board.shut("m0")
+    assert n_pages < 64
+    wire.close()

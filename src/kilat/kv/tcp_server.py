@@ -3,7 +3,8 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from kilat.base.errors import PeerError
 from kilat.base.log import get_logger
@@ -38,6 +39,8 @@ class TcpServer:
         self._lock = threading.Lock()
         self._wires: dict[Wire, threading.Thread] = {}
         self._closing = False
+        # sums of the next pages are made while the system takes the ones before
+        self._summing = ThreadPoolExecutor(2, "kv-tcp-sum")
         self._thread = threading.Thread(target=self._accept, name="kv-tcp-accept", daemon=True)
         self._thread.start()
 
@@ -55,6 +58,7 @@ class TcpServer:
             wire.shutdown()
         for _, thread in threads:
             thread.join()
+        self._summing.shutdown()
 
     def _accept(self) -> None:
         while not self._closing:
@@ -98,24 +102,29 @@ class TcpServer:
                 _within(STALL_S),
             )
             return
-        for pages in _batches(ask.pages, self._pages.layout.page_bytes):
-            if not self._board.covers(ask.move_id, asked):
+        batches = _batches(ask.pages, self._pages.layout.page_bytes)
+        sums = self._summing.submit(self._sums, batches[0]) if batches else None
+        for i, pages in enumerate(batches):
+            if sums is None or not self._board.covers(ask.move_id, pages):
                 break
-            parts = [self._page(p) for p in pages]
-            sums = [page_checksum(self._pages.memory[p]) for p in pages]
-            wire.send([framed(Reply(True, sums)), *parts], _within(STALL_S))
+            head = framed(Reply(True, sums.result()))
+            sums = self._summing.submit(self._sums, batches[i + 1]) if i + 1 < len(batches) else None
+            wire.send([head, *map(self._page, pages)], _within(STALL_S))
         # What a page held when it was copied to the system is only known to be right if the move is still open now.
         ok = self._board.covers(ask.move_id, asked)
         wire.send([framed(Reply(ok, why="" if ok else WITHDRAWN))], _within(STALL_S))
+
+    def _sums(self, pages: Sequence[int]) -> list[int]:
+        return [page_checksum(self._pages.memory[p]) for p in pages]
 
     def _page(self, page: int) -> memoryview:
         n = self._pages.layout.page_bytes
         return self._bytes[page * n : (page + 1) * n]
 
 
-def _batches(pages: Sequence[int], page_bytes: int) -> Iterator[Sequence[int]]:
+def _batches(pages: Sequence[int], page_bytes: int) -> list[Sequence[int]]:
     n = max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes))
-    return (pages[i : i + n] for i in range(0, len(pages), n))
+    return [pages[i : i + n] for i in range(0, len(pages), n)]
 
 
 def _within(limit_s: float) -> Check:
