@@ -162,7 +162,9 @@ def arguments() -> argparse.Namespace:
     )
     ap.add_argument("--rows", type=int, default=256, help="most sessions that run at once")
     ap.add_argument("--target-step-s", type=float, default=60.0, help="0.02 for the interference case")
-    ap.add_argument("--prepare-s", type=float, default=6.0, help="most seconds of preparing before the cases")
+    ap.add_argument(
+        "--prepare-s", type=float, default=20.0, help="most seconds of preparing before the cases"
+    )
     ap.add_argument("--sha", default="", help="of the code, where there is no git")
     ap.add_argument("--out", default="")
     return ap.parse_args()

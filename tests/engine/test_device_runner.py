@@ -1,5 +1,7 @@
 """The device runner gives the host runner's tokens; here its device is the CPU and no graph is captured."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from kilat.base import metrics
 from kilat.engine.graphs import ROW_BUCKETS, TOKEN_BUCKETS, Shape, likely_shapes
 from kilat.wire.sampling import Grammar
-from tests.engine.harness import make_engine, record, run, tiny_model
+from tests.engine.harness import drain, make_engine, record, run, tiny_model
 
 pytestmark = pytest.mark.cpu
 
@@ -117,6 +119,24 @@ def test_steps_on_the_scratch_page_between_others_change_no_id(model):
             runner._send_scratch(shape)
             assert len(runner.graphs.compute(shape)) == shape.rows
     assert got == {k: list(v) for k, v in expected.items()}
+    engine.close()
+
+
+def test_products_are_measured_while_nothing_runs_before_anything_is_captured(model):
+    engine = make_engine(model, runner="device")
+    asked: list[int] = []
+
+    def measure_next(most_rows: int) -> bool:
+        asked.append(most_rows)
+        return len(asked) < 3
+
+    sampler = engine.runner.sampler
+    sampler.kernels = replace(sampler.kernels, measure_next=measure_next)
+    engine.submit(record("a", [1, 2], max_tokens=1))
+    assert not engine.prepare() and not asked
+    drain(engine)
+    assert [engine.prepare() for _ in range(4)] == [True, True, False, False]
+    assert set(asked) == {max(engine.runner.limits.max_rows, engine.runner.limits.max_tokens)}
     engine.close()
 
 

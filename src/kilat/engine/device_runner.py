@@ -142,15 +142,19 @@ class DeviceRunner:
         return flying
 
     def prepare(self) -> bool:
-        """Capture one more shape that steps are likely to have (tens of milliseconds); False when there is nothing to do, because all is
-        done or because kernels are still being compiled. To be called while no step is in flight."""
+        """Measure one more product, or capture one more shape that steps are likely to have (tens or hundreds of milliseconds); False when
+        there is nothing to do, because all is done or because kernels are still being compiled. To be called while no step is in flight."""
         if self.ahead is not None:
             self.ahead.start()
             if not self.ahead.done:
                 return False
-        limits = self.limits
+        limits, measure = self.limits, self.sampler.kernels.measure_next
         shapes = likely_shapes(limits.max_rows, limits.max_tokens, limits.max_model_len)
+        most_rows = max(limits.max_rows, min(limits.max_tokens, TOKEN_BUCKETS[-1]))
         with torch.inference_mode():
+            # first, for a graph keeps what it was captured with
+            if measure is not None and measure(most_rows):
+                return True
             return self.graphs.capture_next(shapes, self._send_scratch)
 
     @torch.inference_mode()

@@ -71,6 +71,8 @@ class Kernels:
     ``bind_layers``: layers of one shape, and the epsilon of their norms, as one call; None where the ops are called one by one.
     ``cut_linear`` None: a packed weight has no parts, and ``rope_write`` takes whole rows only. ``fp8_kv``: ``rope_write`` and
     ``attention`` take a ``kv_scale``. ``quantized``: the same set, but ``rms_norm``, ``add_rms_norm``, ``attention`` and ``gated_linear`` give rows that are quantized already, which only its products with FP8 weights take.
+    ``measure_next``: measure how one more product with packed weights is best computed in steps of up to so many rows, while nothing runs;
+    False when nothing is left.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Kernels:
     fp8_kv: bool = False
     cut_linear: Callable[[LinearWeight, slice], LinearWeight | None] | None = None
     quantized: "Kernels | None" = None
+    measure_next: Callable[[int], bool] | None = None
 
     def feeding(self, w: LinearWeight) -> "Kernels":
         """The set whose results are what this set's product with ``w`` takes with the least work."""

@@ -30,19 +30,20 @@ def cubin(sources: tuple[Path, ...], options: tuple[str, ...]) -> bytes:
         return path.read_bytes()
     code = compile_source(text, name, options)[0]
     try:
-        _keep(path, code)
+        keep(path, code)
     except OSError as e:  # it is compiled again next time
         event(get_logger("ops.cuda"), "machine code could not be kept", folder=path.parent, why=e.strerror)
     return code
 
 
-def _keep(path: Path, code: bytes) -> None:
+def keep(path: Path, content: bytes) -> None:
+    """Write a whole file, or none. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # several processes may compile the same one: each writes a file of its own, a whole one takes the name
+    # several processes may write the same one: each writes a file of its own, a whole one takes the name
     own = tempfile.NamedTemporaryFile(dir=path.parent, delete=False)  # noqa: SIM115  (closed below, before it is renamed)
     try:
         with own:
-            own.write(code)
+            own.write(content)
         os.replace(own.name, path)
     except OSError:
         os.unlink(own.name)  # on a full disk each start would leave one

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from kilat.ops.cuda.products import products
 from kilat.ops.fp8_linear import BLOCK, FP8, Fp8Weight, whole_blocks
 from kilat.ops.linear import LinearWeight
 from kilat.ops.triton.fp8_rows import Fp8Rows, quantize_rows
@@ -39,7 +39,9 @@ def pack_fp8(w: Fp8Weight, bias: Tensor | None = None) -> LinearWeight:
     scale = w.scale.new_zeros(w.scale.shape[0], (groups + 3) // 4 * 4)
     scale[:, :groups] = w.scale
     done = torch.zeros(triton.cdiv(n_out, 64), dtype=torch.int32, device=w.data.device)
-    return LinearWeight(PackedFp8(w.data.contiguous(), scale, done), (n_out, n_in), FP8, bias, w.n_bytes)
+    data = w.data.contiguous()
+    products().register(data)
+    return LinearWeight(PackedFp8(data, scale, done), (n_out, n_in), FP8, bias, w.n_bytes)
 
 
 def cut_linear(w: LinearWeight, outputs: slice) -> LinearWeight | None:
@@ -105,11 +107,7 @@ def _library_takes(w: LinearWeight) -> bool:
 
 
 def _library(x: Fp8Rows, w: LinearWeight) -> Tensor:
-    kinds = F.ScalingType
-    y = F.scaled_mm(
-        x.data, w.data.weight.t(), x.scale.t(), kinds.BlockWise1x128, w.data.scale.t(), kinds.BlockWise128x128,
-        output_dtype=torch.bfloat16,
-    )  # fmt: skip
+    y = products().multiply(x.data, w.data.weight, x_scale=x.scale, weight_scale=w.data.scale)
     y = y[: x.n_rows]
     return y if w.bias is None else y + w.bias
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kilat.ops.cuda.products import products
 from kilat.ops.kernels import Kernels
 from kilat.ops.triton import fp8_linear, linear, rms_norm, rope_write, sample, silu_mul
 from kilat.ops.triton.attention import Attention
@@ -31,6 +32,7 @@ def triton_kernels(why: str, *, exact: bool = False, device: torch.device | None
         pack_fp8=fp8_linear.pack_fp8,
         fp8_kv=True,
         cut_linear=linear.cut_linear,
+        measure_next=None if exact else products().measure_next,
     )
     # these return rows that only the FP8 products take: to the rest of the program a tensor like any other
     quantized: dict[str, Any] = {

@@ -1,12 +1,13 @@
-"""linear and gated_linear: few rows stream the weight through linear_stream, many rows go to cuBLAS (which measured better from there on)."""
+"""linear and gated_linear: few rows stream the weight through linear_stream, many rows go to cuBLAS (ops/cuda/products.py), which measured
+better from there on."""
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from kilat.ops.cuda.products import products
 from kilat.ops.linear import LinearWeight
 from kilat.ops.triton import fp8_linear
 from kilat.ops.triton.fp8_linear import PackedFp8
@@ -34,6 +35,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
     n_out, n_in = weight.shape
     done = torch.zeros(triton.cdiv(n_out, 64), dtype=torch.int32, device=weight.device)
     n_bytes = weight.numel() * weight.element_size()
+    products().register(weight, bias)
     return LinearWeight(Packed(weight, done), (n_out, n_in), weight.dtype, bias, n_bytes)
 
 
@@ -52,7 +54,7 @@ def linear(x: Tensor, w: LinearWeight) -> Tensor:
     if isinstance(w.data, PackedFp8):
         return fp8_linear.linear(x, w)
     if x.shape[0] > STREAM_ROWS or not can_stream(x, w):
-        return F.linear(x, w.data.weight, w.bias)
+        return products().multiply(x, w.data.weight, w.bias)
     n_out, n_in = w.shape
     return stream(x, w.data.weight, w.bias, w.data.done, tiles_for(x.shape[0], n_out, n_in))
 
