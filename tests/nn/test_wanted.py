@@ -77,10 +77,11 @@ def test_logits_and_pages_have_the_bits_of_the_whole_layer(at, model, always, mo
     decoder = model_of(**model)
     batch = step_of(decoder, at)
     logits, pages = outcome(decoder, batch)
-    assert len(always) == 1
+    n_short = 1 if at else 0  # where no token is wanted there is nothing to compute but keys and values
+    assert len(always) == n_short
     monkeypatch.setattr(wanted, "LEAST_TOKENS", 1000)
     expected, expected_pages = outcome(decoder, batch)
-    assert len(always) == 1
+    assert len(always) == n_short
     assert torch.equal(logits, expected) and logits.shape == (len(at), 50)
     assert torch.equal(pages, expected_pages)
     assert logits.isfinite().all() and (len(at) == 0 or logits.std() > 0)

@@ -1,4 +1,4 @@
-"""Grouped-query attention over paged KV: fused QKV product, norm and rotation with the page write, attention, output product."""
+"""Grouped-query attention over paged KV: fused QKV product, norm and rotation with the page write, attention; the output product is for the caller."""
 
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ class AttentionConfig:
 
 
 class Attention:
-    """x [T, hidden] -> [T, hidden]; writes this layer's K and V of the step's tokens into ``kv`` [pages, 2, page_tokens, Hkv, D].
+    """x [T, hidden] -> what ``out`` takes [T, heads]; writes this layer's K and V of the step's tokens into ``kv`` [pages, 2, page_tokens, Hkv, D].
 
     ``kv_scale`` is set once, before the first step over e4m3 pages; None means pages of the model's dtype.
     """
@@ -78,7 +78,6 @@ class Attention:
         return self._attend(self.kernels.rope_write(y, cos_sin, kv, batch, heads, self.norm), kv, batch)
 
     def _attend(self, q: Tensor, kv: Tensor, batch: StepBatch) -> Tensor:
-        y = self.feed_out.attention(
+        return self.feed_out.attention(
             q, kv, batch, scale=self.scale, window=self.window, kv_scale=self.kv_scale
         )
-        return self.out(y)

@@ -32,7 +32,8 @@ class DecoderConfig:
 
 
 class DecoderLayer:
-    """One layer under checkpoint prefix ``name``; works on (x, residual) so that every add is fused with the norm after it."""
+    """One layer under checkpoint prefix ``name``. It takes x [T, hidden] with its first norm done and the residual [T, hidden], and gives what
+    ``mlp.down`` takes and the residual: every product is fused with the add and norm after it, those of the next layer too."""
 
     def __init__(self, build: Build, name: str, config: DecoderConfig, attention: AttentionConfig) -> None:
         self.attention = Attention(build, f"{name}.self_attn", attention)
@@ -59,35 +60,32 @@ class DecoderLayer:
         )
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, kv: Tensor, batch: StepBatch
+        self, x: Tensor, residual: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
-        """x, residual [T, hidden] -> the same pair; the layer's input is x + residual (residual None: x alone)."""
-        x, residual = self._enter(x, residual)
         return self._leave(self.attention(x, cos_sin, kv, batch), residual)
 
     def wanted(
-        self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, kv: Tensor, batch: StepBatch
+        self, x: Tensor, residual: Tensor, cos_sin: Tensor, kv: Tensor, batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
-        """As a call, but the pair is that of the tokens at ``batch.logits_at`` [S, hidden]: of the others only K and V are computed.
-        Needs ``attention.parts``."""
-        x, residual = self._enter(x, residual)
+        """As a call, but the pair is that of the tokens at ``batch.logits_at``: of the others only K and V are computed. Needs
+        ``attention.parts`` and a token whose logits are wanted."""
         self.attention.write(x, cos_sin, kv, batch)
         # TRAP: our kernels may read a StepBatch and older tokens' K and V before the kernels in front of them are done. The rows are picked
         # by ordinary launches, which let nothing pass: they have to lie behind the write and, the last one, behind the new batch.
         rows = wanted_rows(batch)
         residual = residual[batch.logits_at]
-        if len(residual) == 0:
-            return residual, residual
-        x = self.feed_attention.rms_norm(residual, self.norm_in, self.eps)
-        return self._leave(self.attention.read(x, cos_sin, kv, rows), residual)
+        return self._leave(self.attention.read(self.enter(residual), cos_sin, kv, rows), residual)
 
-    def _enter(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            return self.feed_attention.rms_norm(x, self.norm_in, self.eps), x
-        return self.feed_attention.add_rms_norm(x, residual, self.norm_in, self.eps)
+    def enter(self, residual: Tensor) -> Tensor:
+        """The first norm alone."""
+        return self.feed_attention.rms_norm(residual, self.norm_in, self.eps)
+
+    def follow(self, before: "DecoderLayer", x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``before`` gave, as this layer takes it."""
+        return before.mlp.down.add_rms_norm(x, residual, self.norm_in, self.eps, self.feed_attention)
 
     def _leave(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x, residual = self.feed_mlp.add_rms_norm(x, residual, self.norm_mid, self.eps)
+        x, residual = self.attention.out.add_rms_norm(x, residual, self.norm_mid, self.eps, self.feed_mlp)
         return self.mlp(x), residual
 
 
@@ -111,28 +109,31 @@ class Decoder:
         for layer, scale in zip(self.layers, scales, strict=True):
             layer.attention.kv_scale = scale
 
-    def one_by_one(self, x: Tensor, batch: StepBatch, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] through the layers, op after op: (x, residual) of the tokens at ``batch.logits_at``, whose sum leaves the last one."""
-        residual = None
-        *layers, last = self.layers
-        for i, layer in enumerate(layers):
+    def one_by_one(self, residual: Tensor, batch: StepBatch, kv: Tensor) -> Tensor:
+        """The embeddings [T, hidden] through the layers, op after op: the last norm of the tokens at ``batch.logits_at``."""
+        layers, eps = self.layers, self.config.norm_eps
+        x, last = layers[0].enter(residual), layers[-1]
+        for i, layer in enumerate(layers[:-1]):
             x, residual = layer(x, residual, self.cos_sin, kv[:, i], batch)
+            x, residual = layers[i + 1].follow(layer, x, residual)
+        here, at = kv[:, len(layers) - 1], batch.logits_at
         if last.attention.parts is not None and pays(batch):
-            return last.wanted(x, residual, self.cos_sin, kv[:, len(layers)], batch)
-        return _at_logits(batch, *last(x, residual, self.cos_sin, kv[:, len(layers)], batch))
+            if at is not None and len(at) == 0:
+                last.attention.write(x, self.cos_sin, here, batch)
+                return residual[at]
+            x, residual = last.wanted(x, residual, self.cos_sin, here, batch)
+        else:
+            x, residual = last(x, residual, self.cos_sin, here, batch)
+            if at is not None:
+                return self.kernels.add_rms_norm(last.mlp.down(x)[at], residual[at], self.norm, eps)[0]
+        return last.mlp.down.add_rms_norm(x, residual, self.norm, eps, self.kernels)[0]
 
     def __call__(self, batch: StepBatch, kv: Tensor) -> Tensor:
         """Logits [S, vocab] of the tokens at ``batch.logits_at``, in the model's dtype."""
         x = self.embedding(batch.token_ids)
         if self.all_layers is not None:
             x, residual = self.all_layers(x, self.cos_sin, kv, batch)
+            x, _ = self.kernels.add_rms_norm(x, residual, self.norm, self.config.norm_eps)
         else:
-            x, residual = self.one_by_one(x, batch, kv)
-        x, _ = self.kernels.add_rms_norm(x, residual, self.norm, self.config.norm_eps)
+            x = self.one_by_one(x, batch, kv)
         return self.kernels.linear(x, self.head)
-
-
-def _at_logits(batch: StepBatch, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of the tokens whose logits are wanted."""
-    at = batch.logits_at
-    return (x, residual) if at is None else (x[at], residual[at])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kilat.nn.build import Build
 from kilat.ops.fp8_linear import Fp8Weight, dequantize, quantize_weight
+from kilat.ops.kernels import Kernels
 from kilat.ops.linear import BlockWeight, LinearWeight
 from kilat.quant.fp8_blocks import cut_columns, keeps_blocks, stack_rows
 from kilat.quant.gguf_blocks import cut_columns as cut_block_columns
@@ -97,3 +98,11 @@ class RowParallel:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.mesh.all_reduce(self.kernels.linear(x, self.weight))
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, feed: Kernels
+    ) -> tuple[Tensor, Tensor]:
+        """feed.add_rms_norm(self(x), residual, weight, eps), for the products of ``feed`` only."""
+        if self.mesh.tp_size == 1:
+            return feed.linear_add_rms_norm(x, self.weight, residual, weight, eps)
+        return feed.add_rms_norm(self(x), residual, weight, eps)

@@ -1,4 +1,4 @@
-"""Gated MLP: down(silu(gate(x)) * up(x))."""
+"""Gated MLP: down(silu(gate(x)) * up(x)); the product with down is for the caller."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from kilat.nn.linear import RowParallel, column_parallel
 
 
 class GatedMlp:
-    """x [T, hidden] -> [T, hidden]; gate and up are one fused product."""
+    """x [T, hidden] -> what ``down`` takes [T, inner]; gate and up are one fused product."""
 
     def __init__(self, build: Build, name: str, hidden: int, inner: int, *, bias: bool) -> None:
         parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
@@ -16,4 +16,4 @@ class GatedMlp:
         self.feed_down = build.kernels.feeding(self.down.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.feed_down.gated_linear(x, self.gate_up))
+        return self.feed_down.gated_linear(x, self.gate_up)

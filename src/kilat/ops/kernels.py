@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -89,6 +89,7 @@ class Kernels:
     sample_rows: Callable[[Tensor, Sequence[Filter]], list[int]] = sample.sample_rows
     draw: Draw = sample.draw
     fused_gate: Callable[[Tensor, LinearWeight], Tensor] | None = None
+    fused_norm: Callable[[Tensor, LinearWeight, Tensor, Tensor, float], tuple[Any, Tensor]] | None = None
     bind_layers: Callable[[Sequence[LayerWeights], float], Layers] | None = None
     blocks: BlockOps | None = None
     pack_fp8: Callable[[Fp8Weight, Tensor | None], LinearWeight] | None = None
@@ -104,6 +105,15 @@ class Kernels:
     def gated_linear(self, x: Tensor, w: LinearWeight) -> Tensor:
         """x [T, K], w [2 I, K] (gate first, then up) -> silu_mul(linear(x, w)) [T, I]; in one kernel where the set has it."""
         return self.fused_gate(x, w) if self.fused_gate else self.silu_mul(self.linear(x, w))
+
+    def linear_add_rms_norm(
+        self, x: Tensor, w: LinearWeight, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """add_rms_norm(linear(x, w), residual, weight, eps); in one kernel where the set has it. What comes first is for ``linear`` and
+        ``gated_linear`` of this set only."""
+        if self.fused_norm:
+            return self.fused_norm(x, w, residual, weight, eps)
+        return self.add_rms_norm(self.linear(x, w), residual, weight, eps)
 
 
 def reference(why: str = "asked for") -> Kernels:

@@ -13,6 +13,8 @@ from kilat.ops.linear import LinearWeight
 from kilat.ops.triton.fp8_rows import Fp8Rows, quantize_rows
 from kilat.ops.triton.fp8_stream import stream_fp8
 from kilat.ops.triton.linear_stream import Tiles
+from kilat.ops.triton.norm_rows import MOST_ROWS, PLAIN, End, Factor, NormRows, join_of, without_factor
+from kilat.ops.triton.rms_norm import add_rms_norm, add_rms_norm_fp8
 from kilat.ops.triton.silu_mul import silu_mul, silu_mul_fp8
 
 STREAM_ROWS = 64
@@ -55,37 +57,67 @@ def cut_linear(w: LinearWeight, outputs: slice) -> LinearWeight | None:
     return LinearWeight(PackedFp8(data, scale, w.data.done), (data.shape[0], w.shape[1]), FP8, bias, n_bytes)
 
 
-def linear(x: Tensor | Fp8Rows, w: LinearWeight) -> Tensor:
+def linear(x: Tensor | Fp8Rows | NormRows, w: LinearWeight) -> Tensor:
     """Contract: ops/fp8_linear.py, for bf16; x may be quantized already. Not batch-invariant."""
-    rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
+    rows, factor = _rows(x)
     if rows.n_rows > STREAM_ROWS and _library_takes(w):
         return _library(rows, w)
-    return _stream(rows, w, tiles_for(rows.n_rows, *w.shape))
+    return _stream(rows, w, tiles_for(rows.n_rows, *w.shape), End(factor=factor))
 
 
 def linear_exact(x: Tensor | Fp8Rows, w: LinearWeight) -> Tensor:
     """Contract: ops/fp8_linear.py, for bf16; x may be quantized already. Batch-invariant: K is never cut."""
-    rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
+    rows, _ = _rows(x)
     return _stream(rows, w, exact_tiles_for(rows.n_rows, w.shape[0]))
 
 
-def gated_linear(x: Tensor | Fp8Rows, w: LinearWeight) -> Tensor:
+def linear_add_rms_norm(
+    x: Tensor | Fp8Rows, w: LinearWeight, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor | NormRows, Tensor]:
+    """As linear.py has it, with a weight in FP8 and rows in bf16."""
+    rows, _ = _rows(x)
+    if rows.n_rows > MOST_ROWS:
+        return add_rms_norm(linear(rows, w), residual, weight, eps)
+    return _joined(rows, w, residual, weight, eps, quantize=False)
+
+
+def linear_add_rms_norm_fp8(
+    x: Tensor | Fp8Rows, w: LinearWeight, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Fp8Rows | NormRows, Tensor]:
+    """add_rms_norm_fp8(linear(x, w), residual, weight, eps); few rows are one kernel, whose tiles are whole groups."""
+    rows, _ = _rows(x)
+    if rows.n_rows > MOST_ROWS:
+        return add_rms_norm_fp8(linear(rows, w), residual, weight, eps)
+    return _joined(rows, w, residual, weight, eps, quantize=True)
+
+
+def _joined(
+    rows: Fp8Rows, w: LinearWeight, residual: Tensor, weight: Tensor, eps: float, *, quantize: bool
+) -> tuple[NormRows, Tensor]:
+    tiles = tiles_for(rows.n_rows, *w.shape)
+    residual = residual.contiguous()
+    join = join_of(residual, weight, rows.n_rows, tiles.outputs)
+    made = _stream(rows, w, tiles, End(quantize=quantize, join=join))
+    return NormRows(made, Factor(join.squares, eps)), residual
+
+
+def gated_linear(x: Tensor | Fp8Rows | NormRows, w: LinearWeight) -> Tensor:
     """silu_mul(linear(x, w)): w [2 I, K] (gate first, then up) -> [T, I]. Not batch-invariant."""
-    rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
+    rows, factor = _rows(x)
     if rows.n_rows > STREAM_ROWS or w.shape[0] % (2 * BLOCK):
-        return silu_mul(linear(rows, w))
-    return _stream(rows, w, gated_tiles_for(rows.n_rows), "silu")
+        return silu_mul(linear(x, w))
+    return _stream(rows, w, gated_tiles_for(rows.n_rows), End(gate=True, factor=factor))
 
 
-def gated_linear_fp8(x: Tensor | Fp8Rows, w: LinearWeight) -> Fp8Rows:
+def gated_linear_fp8(x: Tensor | Fp8Rows | NormRows, w: LinearWeight) -> Fp8Rows:
     """quantize_rows(gated_linear(x, w))."""
-    rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
+    rows, factor = _rows(x)
     if rows.n_rows > STREAM_ROWS or w.shape[0] % (2 * BLOCK):
-        return silu_mul_fp8(linear(rows, w))
+        return silu_mul_fp8(linear(x, w))
     tiles = gated_tiles_for(rows.n_rows)
     if tiles.outputs < BLOCK:
-        return quantize_rows(_stream(rows, w, tiles, "silu"))
-    return _stream(rows, w, tiles, "silu_fp8")
+        return quantize_rows(_stream(rows, w, tiles, End(gate=True, factor=factor)))
+    return _stream(rows, w, tiles, End(gate=True, quantize=True, factor=factor))
 
 
 def gated_linear_exact(x: Tensor | Fp8Rows, w: LinearWeight) -> Tensor:
@@ -98,8 +130,14 @@ def gated_linear_exact_fp8(x: Tensor | Fp8Rows, w: LinearWeight) -> Fp8Rows:
     return silu_mul_fp8(linear_exact(x, w))
 
 
-def _stream(x: Fp8Rows, w: LinearWeight, tiles: Tiles, gate: str = "") -> Any:
-    return stream_fp8(x, w.data.weight, w.data.scale, w.bias, w.data.done, tiles, gate)
+def _rows(x: Tensor | Fp8Rows | NormRows) -> tuple[Fp8Rows, Factor | None]:
+    """The rows quantized, and the factor that they lack."""
+    rows, factor = without_factor(x)
+    return rows if isinstance(rows, Fp8Rows) else quantize_rows(rows), factor
+
+
+def _stream(x: Fp8Rows, w: LinearWeight, tiles: Tiles, end: End = PLAIN) -> Any:
+    return stream_fp8(x, w.data.weight, w.data.scale, w.bias, w.data.done, tiles, end)
 
 
 def _library_takes(w: LinearWeight) -> bool:

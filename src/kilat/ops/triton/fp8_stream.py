@@ -16,28 +16,29 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kilat.ops.fp8_linear import BLOCK
 from kilat.ops.triton.fp8_rows import Fp8Rows, empty_rows
 from kilat.ops.triton.linear_stream import Tiles
-from kilat.ops.triton.stream_end import add_cuts, bias_and_gate
+from kilat.ops.triton.norm_rows import PLAIN, End
+from kilat.ops.triton.stream_end import add_cuts, bias_and_gate, into_residual, square_parts
 
 
 def stream_fp8(
-    x: Fp8Rows, weight: Tensor, w_scale: Tensor, bias: Tensor | None, done: Tensor, t: Tiles, gate: str = ""
+    x: Fp8Rows, weight: Tensor, w_scale: Tensor, bias: Tensor | None, done: Tensor, t: Tiles, end: End = PLAIN
 ) -> Tensor | Fp8Rows:
-    """x [T, K], weight [N, K] e4m3, w_scale [ceil(N / 128), ceil(K / 128)] -> [T, N] bf16.
-
-    ``gate`` "silu": silu(first half of the outputs) * second half, [T, N / 2] bf16; "silu_fp8": the same quantized (tiles of 128
-    outputs). ``done`` as in linear_stream. Batch-invariant for equal ``cuts``.
+    """x [T, K], weight [N, K] e4m3, w_scale [ceil(N / 128), ceil(K / 128)] -> [T, N] bf16, or [T, N / 2] with a gate; quantized with tiles of
+    128 outputs. ``done`` as in linear_stream. Batch-invariant for equal ``cuts``.
     """
     assert t.inner % BLOCK == 0 and BLOCK % t.outputs == 0
     n_in = weight.shape[1]
-    n_out = weight.shape[0] // 2 if gate else weight.shape[0]
+    n_out = weight.shape[0] // 2 if end.gate else weight.shape[0]
     n_rows = x.n_rows
-    rows_out = empty_rows(n_rows, n_out, x.data.device) if gate == "silu_fp8" else None
+    rows_out = empty_rows(n_rows, n_out, x.data.device) if end.quantize else None
     out = (
         rows_out.data if rows_out else torch.empty(n_rows, n_out, dtype=torch.bfloat16, device=x.data.device)
     )
     part = x.scale
     if t.cuts > 1:
-        part = torch.empty(t.cuts, 2 if gate else 1, n_rows, n_out, dtype=torch.float32, device=x.data.device)
+        part = torch.empty(
+            t.cuts, 2 if end.gate else 1, n_rows, n_out, dtype=torch.float32, device=x.data.device
+        )
     w_layout = gl.NVMMASharedLayout.get_default_for([t.outputs, BLOCK], gl.float8e4nv)
     x_layout = gl.NVMMASharedLayout.get_default_for([t.rows, BLOCK], gl.float8e4nv)
     grid = (triton.cdiv(n_out, t.outputs), t.cuts, triton.cdiv(n_rows, t.rows))
@@ -46,7 +47,9 @@ def stream_fp8(
         TensorDescriptor.from_tensor(x.data, [t.rows, BLOCK], x_layout),
         w_scale, x.scale, bias, out, rows_out.scale if rows_out else None, part, done,
         n_rows, n_out, n_in, w_scale.stride(0), x.scale.stride(0), rows_out.scale.stride(0) if rows_out else 0,
-        OUTPUTS=t.outputs, ROWS=t.rows, GROUPS=t.inner // BLOCK, CUTS=t.cuts, STAGES=t.stages, GATED=bool(gate), WARPS=t.warps,
+        *end.arguments,
+        OUTPUTS=t.outputs, ROWS=t.rows, GROUPS=t.inner // BLOCK, CUTS=t.cuts, STAGES=t.stages, GATED=end.gate, WARPS=t.warps,
+        SQUARES=end.squares,
         num_warps=t.warps, launch_pdl=True,
     )  # fmt: skip
     return rows_out or out
@@ -84,12 +87,12 @@ def _scales(
     return x, w, u
 
 
-@gluon.jit(do_not_specialize=["n_rows", "x_stride", "out_stride"])
+@gluon.jit(do_not_specialize=["n_rows", "x_stride", "out_stride", "n_squares", "eps"])
 def _stream_fp8(
     w_desc, x_desc, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, part_ptr, done_ptr,
-    n_rows, n_out, n_in, w_stride, x_stride, out_stride,
+    n_rows, n_out, n_in, w_stride, x_stride, out_stride, residual_ptr, norm_ptr, square_ptr, n_squares, eps,
     OUTPUTS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, CUTS: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, WARPS: gl.constexpr,
+    GATED: gl.constexpr, WARPS: gl.constexpr, SQUARES: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     INNER: gl.constexpr = GROUPS * 128
@@ -135,6 +138,10 @@ def _stream_fp8(
                 x_desc, [block * ROWS, (first + j) * INNER + g * 128], full.index(j), x_ring.index(j * GROUPS + g),
                 pred=fill,
             )  # fmt: skip
+    flat: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
+    r = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, flat))
+    if SQUARES > 0:
+        squares = square_parts(square_ptr, r, n_rows, n_squares, SQUARES, flat)
     acc = gl.zeros((OUTPUTS, ROWS), gl.float32, mma)
     acc_up = gl.zeros((OUTPUTS, ROWS), gl.float32, mma)
     zero = gl.zeros((OUTPUTS, ROWS), gl.float32, mma)
@@ -184,9 +191,7 @@ def _stream_fp8(
     # the layout changes below reuse the ring's memory, which other warps' last products may still read
     gl.thread_barrier()
 
-    flat: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
     n = tile * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, flat))
-    r = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, flat))
     inside = (n[:, None] < n_out) & (r[None, :] < n_rows)
     at = r[None, :].to(gl.int64) * n_out + n[:, None]
     y = gl.convert_layout(acc, flat)
@@ -200,7 +205,15 @@ def _stream_fp8(
         y, up, last_cut = add_cuts(y, up, part_ptr, mine, cut, at, inside, size, CUTS, GATED)
     if last_cut:
         kind: gl.constexpr = gl.bfloat16
+        if SQUARES > 0:
+            factor = gl.rsqrt(gl.sum(squares, 0) / n_in + eps)[None, :]
+            y *= factor
+            up *= factor
         y = bias_and_gate(y, up, bias_ptr, n, n_out, kind, GATED)
+        if residual_ptr is not None:
+            y = into_residual(
+                y, residual_ptr, norm_ptr, square_ptr, tile, at, n, r, inside, n_rows, n_out, kind
+            )
         if out_scale_ptr is not None:
             # outputs of this tile are one group of the next product's input
             y = gl.where(inside, y.to(kind).to(gl.float32), 0.0)

@@ -29,6 +29,7 @@ def triton_kernels(why: str, *, exact: bool = False, device: torch.device | None
         silu_mul=silu_mul.silu_mul,
         draw=sample.draw,
         fused_gate=linear.gated_linear_exact if exact else linear.gated_linear,
+        fused_norm=None if exact else linear.linear_add_rms_norm,
         pack_fp8=fp8_linear.pack_fp8,
         fp8_kv=True,
         cut_linear=linear.cut_linear,
@@ -39,6 +40,7 @@ def triton_kernels(why: str, *, exact: bool = False, device: torch.device | None
         "rms_norm": rms_norm.rms_norm_fp8,
         "add_rms_norm": rms_norm.add_rms_norm_fp8,
         "attention": attention.quantized,
+        "fused_norm": None if exact else fp8_linear.linear_add_rms_norm_fp8,
         "fused_gate": fp8_linear.gated_linear_exact_fp8 if exact else fp8_linear.gated_linear_fp8,
     }
     return replace(plain, quantized=replace(plain, **quantized))

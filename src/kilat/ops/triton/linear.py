@@ -13,6 +13,8 @@ from kilat.ops.triton import fp8_linear
 from kilat.ops.triton.fp8_linear import PackedFp8
 from kilat.ops.triton.launch import can_overlap
 from kilat.ops.triton.linear_stream import Tiles, stream
+from kilat.ops.triton.norm_rows import MOST_ROWS, End, Factor, NormRows, join_of, without_factor
+from kilat.ops.triton.rms_norm import add_rms_norm
 from kilat.ops.triton.silu_mul import silu_mul
 
 STREAM_ROWS = 64
@@ -49,23 +51,44 @@ def cut_linear(w: LinearWeight, outputs: slice) -> LinearWeight | None:
     return LinearWeight(Packed(weight, w.data.done), (weight.shape[0], w.shape[1]), w.dtype, bias, n_bytes)
 
 
-def linear(x: Tensor, w: LinearWeight) -> Tensor:
+def linear(x: Tensor | NormRows, w: LinearWeight) -> Tensor:
     """Contract: ops/linear.py. Not batch-invariant: the number of rows decides how K is cut."""
     if isinstance(w.data, PackedFp8):
         return fp8_linear.linear(x, w)
-    if x.shape[0] > STREAM_ROWS or not can_stream(x, w):
-        return products().multiply(x, w.data.weight, w.bias)
+    rows, factor = without_factor(x)
+    if rows.shape[0] > STREAM_ROWS or not can_stream(rows, w):
+        return products().multiply(rows, w.data.weight, w.bias)
     n_out, n_in = w.shape
-    return stream(x, w.data.weight, w.bias, w.data.done, tiles_for(x.shape[0], n_out, n_in))
+    tiles = tiles_for(rows.shape[0], n_out, n_in)
+    return stream(rows, w.data.weight, w.bias, w.data.done, tiles, End(factor=factor))
 
 
-def gated_linear(x: Tensor, w: LinearWeight) -> Tensor:
+def gated_linear(x: Tensor | NormRows, w: LinearWeight) -> Tensor:
     """silu_mul(linear(x, w)): x [T, K], w [2 I, K] (gate first, then up) -> [T, I]. Not batch-invariant, as ``linear``."""
     if isinstance(w.data, PackedFp8):
         return fp8_linear.gated_linear(x, w)
-    if x.shape[0] > STREAM_ROWS or not can_stream(x, w):
+    rows, factor = without_factor(x)
+    if rows.shape[0] > STREAM_ROWS or not can_stream(rows, w):
         return silu_mul(linear(x, w))
-    return stream(x, w.data.weight, w.bias, w.data.done, gated_tiles_for(x.shape[0]), gated=True)
+    tiles = gated_tiles_for(rows.shape[0])
+    return stream(rows, w.data.weight, w.bias, w.data.done, tiles, End(gate=True, factor=factor))
+
+
+def linear_add_rms_norm(
+    x: Tensor, w: LinearWeight, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor | NormRows, Tensor]:
+    """add_rms_norm(linear(x, w), residual, weight, eps). Few rows are one kernel, which leaves out the rounding before the norm's weight, and
+    the row's factor to the products that take the rows."""
+    if isinstance(w.data, PackedFp8):
+        return fp8_linear.linear_add_rms_norm(x, w, residual, weight, eps)
+    n_rows = x.shape[0]
+    if n_rows > MOST_ROWS or not can_stream(x, w):
+        return add_rms_norm(linear(x, w), residual, weight, eps)
+    tiles = tiles_for(n_rows, *w.shape)
+    residual = residual.contiguous()
+    join = join_of(residual, weight, n_rows, tiles.outputs)
+    rows = stream(x, w.data.weight, w.bias, w.data.done, tiles, End(join=join))
+    return NormRows(rows, Factor(join.squares, eps)), residual
 
 
 def linear_exact(x: Tensor, w: LinearWeight) -> Tensor:
@@ -85,7 +108,7 @@ def gated_linear_exact(x: Tensor, w: LinearWeight) -> Tensor:
         return fp8_linear.gated_linear_exact(x, w)
     if not can_stream(x, w):
         return silu_mul(linear_exact(x, w))
-    return stream(x, w.data.weight, w.bias, w.data.done, gated_tiles_for(x.shape[0]), gated=True)
+    return stream(x, w.data.weight, w.bias, w.data.done, gated_tiles_for(x.shape[0]), End(gate=True))
 
 
 def can_stream(x: Tensor, w: LinearWeight) -> bool:

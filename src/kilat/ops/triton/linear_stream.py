@@ -20,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kilat.ops.triton.stream_end import add_cuts, bias_and_gate
+from kilat.ops.triton.norm_rows import PLAIN, End
+from kilat.ops.triton.stream_end import add_cuts, bias_and_gate, into_residual, square_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +37,40 @@ class Tiles:
 
 
 def stream(
-    x: Tensor, weight: Tensor, bias: Tensor | None, done: Tensor, t: Tiles, *, gated: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, done: Tensor, t: Tiles, end: End = PLAIN
 ) -> Tensor:
-    """x [T, K], weight [N, K] -> [T, N]; with ``gated`` silu(first half of the outputs) * second half, [T, N / 2].
+    """x [T, K], weight [N, K] -> [T, N], or [T, N / 2] with a gate.
 
     ``done`` [tiles of y] int32, zero before and after: counts the finished cuts. Batch-invariant for equal ``inner`` and ``cuts``.
     """
     n_in = weight.shape[1]
-    n_out = weight.shape[0] // 2 if gated else weight.shape[0]
+    n_out = weight.shape[0] // 2 if end.gate else weight.shape[0]
     x = x.contiguous()
     n_rows = x.shape[0]
     out = x.new_empty(n_rows, n_out)
     part = x
     if t.cuts > 1:
-        part = torch.empty(t.cuts, 2 if gated else 1, n_rows, n_out, dtype=torch.float32, device=x.device)
+        part = torch.empty(t.cuts, 2 if end.gate else 1, n_rows, n_out, dtype=torch.float32, device=x.device)
     w_layout = gl.NVMMASharedLayout.get_default_for([t.outputs, t.inner], gl.bfloat16)
     x_layout = gl.NVMMASharedLayout.get_default_for([t.rows, t.inner], gl.bfloat16)
     grid = (triton.cdiv(n_out, t.outputs), t.cuts, triton.cdiv(n_rows, t.rows))
     _stream[grid](
         TensorDescriptor.from_tensor(weight, [t.outputs, t.inner], w_layout),
         TensorDescriptor.from_tensor(x, [t.rows, t.inner], x_layout),
-        bias, out, part, done, n_rows, n_out, n_in,
-        OUTPUTS=t.outputs, ROWS=t.rows, INNER=t.inner, CUTS=t.cuts, STAGES=t.stages, GATED=gated, WARPS=t.warps,
+        bias, out, part, done, n_rows, n_out, n_in, *end.arguments,
+        OUTPUTS=t.outputs, ROWS=t.rows, INNER=t.inner, CUTS=t.cuts, STAGES=t.stages, GATED=end.gate, WARPS=t.warps,
+        SQUARES=end.squares,
         num_warps=t.warps, launch_pdl=True,
     )  # fmt: skip
     return out
 
 
-@gluon.jit(do_not_specialize=["n_rows"])
+@gluon.jit(do_not_specialize=["n_rows", "n_squares", "eps"])
 def _stream(
     w_desc, x_desc, bias_ptr, out_ptr, part_ptr, done_ptr, n_rows, n_out, n_in,
+    residual_ptr, norm_ptr, square_ptr, n_squares, eps,
     OUTPUTS: gl.constexpr, ROWS: gl.constexpr, INNER: gl.constexpr, CUTS: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, WARPS: gl.constexpr,
+    GATED: gl.constexpr, WARPS: gl.constexpr, SQUARES: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     BYTES: gl.constexpr = ((2 if GATED else 1) * OUTPUTS + ROWS) * INNER * 2
@@ -100,6 +103,10 @@ def _stream(
             x_desc, [block * ROWS, (first + j) * INNER], full.index(j), x_ring.index(j), pred=fill
         )
 
+    flat: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
+    r = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, flat))
+    if SQUARES > 0:
+        squares = square_parts(square_ptr, r, n_rows, n_squares, SQUARES, flat)
     ACROSS: gl.constexpr = 2 if OUTPUTS < 16 * WARPS else 1
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [WARPS // ACROSS, ACROSS], [16, min(ROWS // ACROSS, 256), 16]
@@ -139,9 +146,7 @@ def _stream(
     # the layout changes below reuse the ring's memory, which other warps' last products may still read
     gl.thread_barrier()
 
-    flat: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
     n = tile * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, flat))
-    r = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, flat))
     inside = (n[:, None] < n_out) & (r[None, :] < n_rows)
     at = r[None, :].to(gl.int64) * n_out + n[:, None]
     y = gl.convert_layout(acc, flat)
@@ -155,5 +160,13 @@ def _stream(
         y, up, last_cut = add_cuts(y, up, part_ptr, mine, cut, at, inside, size, CUTS, GATED)
     if last_cut:
         kind: gl.constexpr = out_ptr.dtype.element_ty
+        if SQUARES > 0:
+            factor = gl.rsqrt(gl.sum(squares, 0) / n_in + eps)[None, :]
+            y *= factor
+            up *= factor
         y = bias_and_gate(y, up, bias_ptr, n, n_out, kind, GATED)
+        if residual_ptr is not None:
+            y = into_residual(
+                y, residual_ptr, norm_ptr, square_ptr, tile, at, n, r, inside, n_rows, n_out, kind
+            )
         gl.store(out_ptr + at, y.to(kind), mask=inside)

@@ -1,4 +1,4 @@
-"""What both streaming products do after their sums: add the cuts of K, the bias and the gate."""
+"""What both streaming products do after their sums: add the cuts of K, the norm's factor, the bias and the gate, or the residual."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,3 +42,26 @@ def bias_and_gate(y, up, bias_ptr, n, n_out, KIND: gl.constexpr, GATED: gl.const
         y = y.to(KIND).to(gl.float32)
         y = (y / (1.0 + gl.exp(-y))).to(KIND).to(gl.float32) * up.to(KIND).to(gl.float32)
     return y
+
+
+@gluon.jit
+def square_parts(square_ptr, r, n_rows, n_squares, SQUARES: gl.constexpr, flat: gl.constexpr):
+    """[SQUARES, rows] fp32: parts of the sums of squares of rows ``r``, which ``into_residual`` left; asked for early, needed late."""
+    t = gl.arange(0, SQUARES, gl.SliceLayout(1, flat))
+    there = (t[:, None] < n_squares) & (r[None, :] < n_rows)
+    return gl.load(square_ptr + t[:, None] * n_rows + r[None, :], mask=there, other=0.0)
+
+
+@gluon.jit
+def into_residual(
+    y, residual_ptr, norm_ptr, square_ptr, tile, at, n, r, inside, n_rows, n_out, KIND: gl.constexpr
+):
+    """y [outputs, rows] fp32 becomes (y + residual) * norm, fp32, without the factor of the whole row; the sum is the new residual, and the
+    sum of its squares in this tile is left for those who know the factor."""
+    old = gl.load(residual_ptr + at, mask=inside, other=0.0).to(gl.float32)
+    weight = gl.load(norm_ptr + n, mask=n < n_out, other=0.0).to(gl.float32)
+    y = (y.to(KIND).to(gl.float32) + old).to(KIND)
+    gl.store(residual_ptr + at, y, mask=inside)
+    y = gl.where(inside, y.to(gl.float32), 0.0)
+    gl.store(square_ptr + tile * n_rows + r, gl.sum(y * y, 0), mask=r < n_rows)
+    return y * weight[:, None]
