@@ -275,7 +275,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--system", type=int, default=2000)
     parser.add_argument("--pool-gb", type=float, default=8.0, help="of each worker's pages")
-    parser.add_argument("--settle-s", type=float, default=6.0, help="for what an engine does in pauses")
+    parser.add_argument("--settle-s", type=float, default=30.0, help="for what an engine does in pauses")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sha", default="", help="of the code, where there is no git")
     parser.add_argument("--out", type=Path)
