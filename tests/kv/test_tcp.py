@@ -122,6 +122,17 @@ def dial(e: End) -> tuple[socket.socket, TcpAddress]:
     return socket.create_connection((address.host, address.port), timeout=10), address
 
 
+def asked_for_all(end: Make) -> tuple[End, Wire]:
+    """A server of 64 pages of 1 MiB, and a client that has asked for them all as move ``m0``."""
+    e = end("tcp", 64, 1 << 20)
+    e.board.open("m0", range(64))
+    sock, address = dial(e)
+    wire = Wire(sock)
+    wire.meet(SECRET.encode(), address.nonce, address.layout, soon())
+    wire.send([framed(Ask("m0", list(range(64))))], soon())
+    return e, wire
+
+
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(100), MAGIC + bytes(32 + 32)])
 def test_stranger_is_hung_up_on_and_learns_nothing(end: Make, words: bytes) -> None:
     e = end("tcp")
@@ -182,12 +193,7 @@ def test_connections_are_bounded(end: Make, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_client_that_takes_nothing_is_dropped(end: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_server, "STALL_S", 0.2)
-    e = end("tcp", 64, 1 << 20)
-    e.board.open("m0", range(64))
-    sock, address = dial(e)
-    wire = Wire(sock)
-    wire.meet(SECRET.encode(), address.nonce, address.layout, soon())
-    wire.send([framed(Ask("m0", list(range(64))))], soon())
+    _, wire = asked_for_all(end)
     until_s = time.monotonic() + 10
     while any(t.name == "kv-tcp-serve" for t in threading.enumerate()):
         assert time.monotonic() < until_s
@@ -196,12 +202,7 @@ def test_client_that_takes_nothing_is_dropped(end: Make, monkeypatch: pytest.Mon
 
 
 def test_server_that_closes_while_a_client_reads_ends_its_threads(end: Make) -> None:
-    e = end("tcp", 64, 1 << 20)
-    e.board.open("m0", range(64))
-    sock, address = dial(e)
-    wire = Wire(sock)
-    wire.meet(SECRET.encode(), address.nonce, address.layout, soon())
-    wire.send([framed(Ask("m0", list(range(64))))], soon())
+    e, wire = asked_for_all(end)
     assert wire.receive_reply(soon()).ok
     e.transport.close()
     assert not [t.name for t in threading.enumerate() if t.name.startswith("kv-tcp")]
@@ -209,12 +210,7 @@ def test_server_that_closes_while_a_client_reads_ends_its_threads(end: Make) -> 
 
 
 def test_pages_withdrawn_while_they_are_sent_are_not_sent_to_the_end(end: Make) -> None:
-    e = end("tcp", 64, 1 << 20)
-    e.board.open("m0", range(64))
-    sock, address = dial(e)
-    wire = Wire(sock)
-    wire.meet(SECRET.encode(), address.nonce, address.layout, soon())
-    wire.send([framed(Ask("m0", list(range(64))))], soon())
+    e, wire = asked_for_all(end)
     n_pages = 0
     while (reply := wire.receive_reply(soon())).ok:
         assert reply.checksums, "the read ended as if all were well"

@@ -150,7 +150,7 @@ def search(
 
 
 def _measure(kind: Kind, size: int, weights: list[Tensor]) -> Algorithm | None:
-    """The algorithm to take, None where torch's call is as fast, or where the device has no room to measure."""
+    """The algorithm to take, None where torch's call is as fast, the library has nothing or the device no room to measure."""
     try:
         calls = _calls(kind, size, weights)
         one = _product(kind, size)
@@ -165,7 +165,10 @@ def _measure(kind: Kind, size: int, weights: list[Tensor]) -> Algorithm | None:
         runs += [lambda o, a=a: one.run(a, o) for a in found]  # type: ignore[misc]
         # in turn, for the device's clock falls while it works
         rounds = [[_time_us(run, calls) for run in runs] for _ in range(ROUNDS)]
-    except torch.cuda.OutOfMemoryError:
+    except (
+        RuntimeError
+    ) as e:  # out of memory is one too; while nothing runs, an engine must not end by a measurement
+        _log.debug("%s rows of %s were not measured: %s", size, kind, e)
         return None
     usual, *others = (median(times) for times in zip(*rounds))
     took_us, taken = min(zip(others, found), key=lambda t: t[0], default=(usual, None))
