@@ -78,14 +78,17 @@ def engine_streams(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.nd
         max_q_len=n,
     )
     plain = model.kernels
-    residual = None
+    layers = model.layers
     with torch.inference_mode():
-        x = model.embedding(batch.token_ids)
-        for i, layer in enumerate(model.layers):
-            entering = x if residual is None else x + residual
-            streams.append(entering[-1].clone())  # the layer updates its residual in place
+        residual = model.embedding(batch.token_ids)
+        x = layers[0].enter(residual)
+        for i, layer in enumerate(layers):
+            streams.append(residual[-1].clone())  # the layer updates its residual in place
             x, residual = layer(x, residual, model.cos_sin, engine.runner.kv[:, i], batch)
-        y, stream = plain.add_rms_norm(x[-1:], residual[-1:].clone(), model.norm, model.config.norm_eps)
+            if layer is not layers[-1]:
+                x, residual = layers[i + 1].follow(layer, x, residual)
+        x = layers[-1].mlp.down(x)[-1:]
+        y, stream = plain.add_rms_norm(x, residual[-1:].clone(), model.norm, model.config.norm_eps)
         streams.append(stream[0])
         logits = plain.linear(y, model.head)[0]
     return torch.stack(streams).float().numpy(), logits.float().numpy()
